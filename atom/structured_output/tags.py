@@ -6,6 +6,7 @@ Described at https://xgrammar.mlc.ai/docs/structural_tag/structural_tag.html.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,8 @@ def as_format(wanted: StructuredOutput) -> Format:
 
 
 def lower_tokens(format: Any, markers: Mapping[str, int]) -> Any:
-    """Replace marker tokens by their ids; markers that are not tokens become plain text.
+    """Replace marker tokens by their ids; markers that are not tokens become plain text, or tokens
+    and text where they hold tokens.
 
     If free text ends at a token, only tokens can be excluded from it.
 
@@ -91,15 +93,35 @@ def _lower_token(format: Format, markers: Mapping[str, int]) -> Format:
     text = format["token"]
     if not isinstance(text, str):
         return format
-    return {**format, "token": markers[text]} if text in markers else literal(text)
+    parts = [_part(part, markers) for part in _parts(text, markers)]
+    return parts[0] if len(parts) == 1 else sequence(*parts)
 
 
 def _lower_tag(format: Format, markers: Mapping[str, int]) -> Format:
-    """The ends of a tag are strings or tokens, not formats."""
+    """The ends of a tag are strings or tokens; with one that is more, it is a sequence."""
+    sides = [format[side] for side in ("begin", "end")]
+    if any(len(_parts(side["token"], markers)) > 1 for side in sides if isinstance(side, dict)):
+        begin, end = (side if isinstance(side, dict) else literal(side) for side in sides)
+        return sequence(begin, format["content"], end)
     return {
         **format,
         **{side: _plain(format[side], markers) for side in ("begin", "end") if side in format},
     }
+
+
+def _parts(text: Any, markers: Mapping[str, int]) -> list[str]:
+    """A marker's tokens, and the text between them."""
+    if not isinstance(text, str) or text in markers:
+        return [text]
+    held = sorted((m for m in markers if m in text), key=len, reverse=True)
+    if not held:
+        return [text]
+    pattern = "|".join(map(re.escape, held))
+    return [part for part in re.split(f"({pattern})", text) if part]
+
+
+def _part(text: str, markers: Mapping[str, int]) -> Format:
+    return {"type": "token", "token": markers[text]} if text in markers else literal(text)
 
 
 def _plain(end: Any, markers: Mapping[str, int]) -> Any:
@@ -108,10 +130,16 @@ def _plain(end: Any, markers: Mapping[str, int]) -> Any:
 
 
 def _lower_any_tokens(format: Format, markers: Mapping[str, int]) -> Format:
-    items = [markers.get(item, item) for item in format.get("exclude_tokens", [])]
-    if items and isinstance(items[0], str):
-        return {"type": "any_text", "excludes": [item for item in items if isinstance(item, str)]}
-    return {**format, "exclude_tokens": [item for item in items if not isinstance(item, str)]}
+    items = format.get("exclude_tokens", [])
+    firsts = [_parts(item, markers)[0] for item in items]
+    known = [
+        markers.get(first, item) if isinstance(first, str) else first
+        for first, item in zip(firsts, items, strict=True)
+    ]
+    if known and isinstance(known[0], str):
+        return {"type": "any_text", "excludes": [item for item in known if isinstance(item, str)]}
+    tokens = dict.fromkeys(item for item in known if not isinstance(item, str))
+    return {**format, "exclude_tokens": list(tokens)}
 
 
 def _lower_triggered(format: Format, markers: Mapping[str, int]) -> Format:

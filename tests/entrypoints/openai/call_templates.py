@@ -109,6 +109,29 @@ TEMPLATES: dict[str, str] = {
         "{{- '// ' + tool.function.description + '\\ntype ' + tool.function.name -}}"
         "{%- endfor -%}",
     ),
+    "kimi_k3": _template(
+        '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>',
+        "{{- m.reasoning_content ~ '<|close|>think<|sep|><|open|>response<|sep|>' -}}"
+        "{{- m.content ~ '<|close|>response<|sep|>' -}}"
+        "{%- if m.tool_calls -%}{{- '<|open|>tools<|sep|>' -}}"
+        + _EACH
+        + "{{- '<|open|>call tool=\"' ~ f.name ~ '\" index=\"' ~ loop.index ~ '\"<|sep|>' -}}"
+        + "{%- if f.arguments is string -%}{{- '<|open|>json type=\"object\"<|sep|>' -}}"
+        "{{- f.arguments ~ '<|close|>json<|sep|>' -}}{%- else -%}"
+        + _ARGUMENTS
+        + "{{- '<|open|>argument key=\"' ~ key ~ '\" type=\"' -}}"
+        "{%- if value is string -%}string{%- elif value is boolean -%}boolean"
+        "{%- elif value is none -%}null{%- elif value is number -%}number"
+        "{%- elif value is mapping -%}object{%- else -%}array{%- endif -%}"
+        "{{- '\"<|sep|>' ~ "
+        + _JSON
+        + " ~ '<|close|>argument<|sep|>' -}}"
+        + _END
+        + "{%- endif -%}{{- '<|close|>call<|sep|>' -}}"
+        + _END
+        + "{{- '<|close|>tools<|sep|>' -}}{%- endif -%}{{- '<|close|>message<|sep|>' -}}",
+        _TOOLS,
+    ),
     "kimi_k2": _template(
         "<|im_assistant|>assistant<|im_middle|><think>",
         _THOUGHTS

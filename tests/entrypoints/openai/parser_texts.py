@@ -72,6 +72,19 @@ def _kimi(calls: Sequence[Call], start: int) -> str:
     return f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
 
 
+def _kimi_k3(calls: Sequence[Call], start: int) -> str:
+    body = "".join(
+        f'<|open|>call tool="{c.name}" index="{i}"<|sep|>'
+        + "".join(
+            f'<|open|>argument key="{key}" type="string"<|sep|>{value}<|close|>argument<|sep|>'
+            for key, value in json.loads(c.arguments).items()
+        )
+        + "<|close|>call<|sep|>"
+        for i, c in enumerate(calls, start + 1)
+    )
+    return f"<|open|>tools<|sep|>{body}<|close|>tools<|sep|>"
+
+
 def _hermes(calls: Sequence[Call], start: int) -> str:
     del start
     return "\n".join(f"<tool_call>\n{_object(c, 'arguments')}\n</tool_call>" for c in calls)
@@ -191,6 +204,7 @@ HERMES = Spelling("hermes", _hermes)
 SPELLINGS = (
     KIMI,
     HERMES,
+    Spelling("kimi_k3", _kimi_k3, is_typed=True),
     Spelling("llama3_json", _llama, is_sectioned=False),
     Spelling("deepseek_v3", _deepseek),
     Spelling("deepseek_v31", _deepseek_v31),

@@ -371,3 +371,57 @@ def test_a_call_that_differs_streams_from_where_it_does() -> None:
 def test_calls_may_repeat_where_none_is_forced() -> None:
     text = '<tool_call>{"name": "g", "arguments": {}}</tool_call>' * 2
     assert _calls(_all("hermes", text)) == [("g", "{}")] * 2
+
+
+K3_CALL = '<|open|>tools<|sep|><|open|>call tool="{}" index="1"<|sep|>{}<|close|>call<|sep|>'
+K3: list[tuple[str, str | None, list[tuple[str, str]]]] = [
+    (K3_CALL.format("f", '<|open|>json type="object"<|sep|>{"a":  [1]}<|close|>json<|sep|>'),
+     None, [("f", '{"a":  [1]}')]),
+    (K3_CALL.format("a&amp;&quot;b&quot;", ""), None, [('a&"b"', "{}")]),
+    (K3_CALL.format("g", "") + "<|close|>message<|sep|><|end_of_msg|>", None, [("g", "{}")]),
+    ("<|open|>response<|sep|>Hi.<|close|>response<|sep|>" + K3_CALL.format("g", "")
+     + '<|open|>call tool="f" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+     "Hi.", [("g", "{}"), ("f", "{}")]),
+    ("Hi.<|close|>response<|sep|><|close|>message<|sep|>", "Hi.", []),
+    ("<|open|>tools<|sep|><|close|>tools<|sep|>", None, []),
+    ("<|open|> is no tag", "<|open|> is no tag", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), K3)
+def test_texts_of_kimi_k3(text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+    message = _all("kimi_k3", text)
+    assert (message.content, _calls(message)) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "value", "argument"),
+    [
+        ("text", "string", "5", '"5"'),
+        ("text", "number", "5", '"5"'),
+        ("count", "number", "5", "5"),
+        ("count", "string", "5", "5"),
+        ("types", "string", "5", '"5"'),
+        ("types", "number", "5", "5"),
+        ("maybe", "string", "null", '"null"'),
+        ("maybe", "null", "null", "null"),
+        ("anything", "string", "[1]", '"[1]"'),
+        ("anything", "array", "[1]", "[1]"),
+        ("undeclared", "object", '{"a": 1}', '{"a": 1}'),
+        ("undeclared", "string", "5", '"5"'),
+        ("undeclared", "number", "five", '"five"'),
+        ("undeclared", "odd", "5", '"5"'),
+    ],
+)
+def test_the_type_that_a_tag_says_chooses_of_those_allowed(
+    key: str, kind: str, value: str, argument: str
+) -> None:
+    tag = f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+    assert _calls(_all("kimi_k3", K3_CALL.format("f", tag))) == [("f", f'{{"{key}": {argument}}}')]
+
+
+def test_reasoning_of_kimi_k3() -> None:
+    text = "a<|close|>think<|sep|><|open|>response<|sep|>b<|close|>response<|sep|>"
+    for chunks in cuttings(text + "<|close|>message<|sep|><|end_of_msg|>"):
+        message = read(ChatOutputParser("kimi_k3", "kimi_k3", TOOLS, True), chunks)
+        assert (message.reasoning_content, message.content) == ("a", "b")

@@ -27,6 +27,7 @@ FOUND = {
     "minimax_m2": ("minimax_m2", "minimax_m2"),
     "gpt_oss": ("gpt_oss", "gpt_oss"),
     "kimi_k2": ("kimi_k2", "think_tags"),
+    "kimi_k3": ("kimi_k3", "kimi_k3"),
 }
 PROPERTIES = {
     "s": {"type": "string"},
@@ -64,6 +65,7 @@ LOOK_ALIKES: list[dict[str, Any]] = [
     {"s": "<tool_call>\n</tool_call> y"},
     {"s": "</invoke> </function> z"},
     {"s": "<|tool_call_begin|> <minimax:tool_call> <|message|>"},
+    {"s": "<|close|>argument<|sep|> <|open|>x<|sep|>"},
 ]
 CALLS = [*([one] for one in (*ARGUMENTS, *LOOK_ALIKES)), ARGUMENTS[5:8], [{}, {}, ARGUMENTS[3]]]
 
@@ -145,7 +147,8 @@ def test_grammars_write_what_templates_write(
         if name in ("qwen3_coder", "qwen3_5") and {"b", "z", "e"} & arguments.keys():
             continue  # True and None, which are read, but not forced
         _, text = _answer(byte_level_tokenizer, name, [arguments], "")
-        text = text.partition("</think>")[2] if "</think>" in text else text
+        thoughts = "<|close|>think<|sep|>" if name == "kimi_k3" else "</think>"
+        text = text.partition(thoughts)[2] if thoughts in text else text
         text = text.lstrip("\n").removesuffix("<|call|>")
         assert bench.takes(wanted, text), text
 

@@ -58,6 +58,18 @@ FRAGMENTS: dict[str, tuple[str, str | None, str | None]] = {
         "kimi_k2",
         None,
     ),
+    "kimi_k2_7_code": (
+        "{%- if tools_ts_str -%}{{ tools_ts_str }}{%- endif -%}<|tool_calls_section_begin|>"
+        "{{ tool_call['id'] }}<|tool_call_argument_begin|><think>{{ rc }}</think>",
+        "kimi_k2",
+        "think_tags",
+    ),
+    "kimi_k3": (
+        "{{- '<|open|>' + tag -}}{{- '<|sep|>' -}}{{- open_tag('argument', [('key', key)]) -}}"
+        "{{- open_tag('think' if thinking else 'response') -}}{{ message_type }}",
+        "kimi_k3",
+        "kimi_k3",
+    ),
     "kimi_k2_thinking": (
         "<|tool_calls_section_begin|><|tool_call_begin|><|tool_call_argument_begin|>"
         "{%- if add_generation_prompt -%}<think>{%- if thinking is false -%}</think>{%- endif -%}",
@@ -176,6 +188,8 @@ def test_every_name_that_can_be_found_is_one() -> None:
 
 def test_the_architecture_decides_where_the_template_does_not() -> None:
     assert find_tool_parser(None, "kimi_k25").name == "kimi_k2"
+    assert find_tool_parser(None, "kimi_k3").name == "kimi_k3"
+    assert find_reasoning_parser(None, "kimi_k3").name == "kimi_k3"
     assert find_tool_parser("{{ tools }}", "qwen3").name == "hermes"
     assert find_tool_parser(FRAGMENTS["qwen3_coder"][0], "qwen3").name == "qwen3_coder"
     assert find_tool_parser(None, "llama").name is None

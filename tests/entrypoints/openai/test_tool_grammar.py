@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import StructuredOutput
 from atom.entrypoints.openai.parsing.output_parser import ChatOutputParser
+from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.openai.parsing.tool_grammar import (
     answer_or_calls,
     tool_call_grammar,
@@ -48,6 +49,8 @@ def call(parser: str, name: str, arguments: str, number: int = 0) -> str:
         "deepseek_v3": f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n"
         f"{arguments}\n```<｜tool▁call▁end｜>",
         "hermes": f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
+        "kimi_k3": f'<|open|>call tool="{name}" index="{number}"<|sep|>'
+        f"{_xtml(arguments)}<|close|>call<|sep|>",
         "llama3_json": f'{{"name": "{name}", "parameters": {arguments}}}',
         "deepseek_v31": f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
         "glm45": f"<tool_call>{name}\n{_tagged(arguments, GLM)}\n</tool_call>",
@@ -83,6 +86,19 @@ def _tagged(arguments: str, form: str, separator: str = "\n") -> str:
     return separator.join(form.format(key, value) for key, value in plain.items())
 
 
+def _xtml(arguments: str) -> str:
+    kinds = {str: "string", int: "number"}
+    try:
+        pairs = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return "".join(
+        f'<|open|>argument key="{key}" type="{kinds.get(type(value))}"<|sep|>{value}'
+        "<|close|>argument<|sep|>"
+        for key, value in pairs.items()
+    )
+
+
 def answer(parser: str, *calls: str) -> str:
     grammar = TOOL_PARSERS[parser].grammar
     begin, end = AROUND.get(parser) or grammar.section or ("", "")
@@ -90,6 +106,10 @@ def answer(parser: str, *calls: str) -> str:
 
 
 AROUND = {
+    "kimi_k3": (
+        "<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>",
+        "<|close|>tools<|sep|><|close|>message<|sep|>",
+    ),
     "minimax_m2": ("<minimax:tool_call>\n", "</minimax:tool_call>"),
     "mistral": ("[TOOL_CALLS][", "]"),
     "pythonic": ("[", "]"),
@@ -108,7 +128,8 @@ class Bench:
             tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>"
         )
         if with_markers:
-            markers = {m for parser in TOOL_PARSERS.values() for m in parser.markers}
+            formats = TOOL_PARSERS.values()
+            markers = {m for f in formats for m in f.special_tokens or f.markers}
             markers |= {"</think>", *TAGS}
             self.tokenizer.add_tokens([AddedToken(m, special=True) for m in sorted(markers)])
         self.eos = self.tokenizer.eos_token_id
@@ -324,3 +345,36 @@ def test_a_tool_keeps_what_can_be_enforced_of_its_schema(bench: Bench) -> None:
     loose["function"]["strict"] = True
     with pytest.raises(ValueError, match="'not' is not supported"):
         tool_call_grammar("hermes", [loose], "required")
+
+
+K3_THINK = "<|close|>think<|sep|>"
+K3_RESPONSE = ("<|open|>response<|sep|>", "<|close|>response<|sep|>")
+
+
+def test_markers_of_several_tokens_end_reasoning(bench: Bench) -> None:
+    """Kimi K3's are special tokens with text between them."""
+    calls = answer("kimi_k3", call("kimi_k3", "get-weather", GOOD, 1))
+    wanted = tool_call_grammar("kimi_k3", TOOLS, "required", starts_after=K3_THINK)
+    assert bench.takes(wanted, f"Hm: <b> {{.{K3_THINK}{calls}")
+    assert not bench.takes(wanted, calls, ends=False)
+    assert not bench.takes(wanted, f"Hm.<|open|>tools<|sep|>{K3_THINK}{calls}", ends=False)
+    in_response = tool_call_grammar("kimi_k3", TOOLS, "required")
+    assert bench.takes(in_response, calls.removeprefix(K3_RESPONSE[0]))
+
+
+def test_constrained_answers_of_kimi_k3_stand_in_their_section(bench: Bench) -> None:
+    reasoning = REASONING_PARSERS["kimi_k3"]
+    wanted = reasoning.in_channel(StructuredOutput.json_schema({"type": "integer"}))
+    section = "5".join(K3_RESPONSE)
+    assert bench.takes(wanted, section)
+    assert bench.takes(wanted, f"5{K3_RESPONSE[1]}")  # after a prompt without thoughts
+    assert not bench.takes(wanted, section.replace("5", "five"))
+    assert not bench.takes(wanted, "5")
+    calls = answer("kimi_k3", call("kimi_k3", "get-weather", GOOD, 1))
+    either = answer_or_calls(wanted, "kimi_k3", TOOLS, starts_after=K3_THINK)
+    for text in (section, calls):
+        assert bench.takes(either, f"Hm.{K3_THINK}{text}")
+    assert reasoning.own_tags_after(f"x{K3_RESPONSE[0]}") is None
+    prompt = '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'
+    assert reasoning.end_after(prompt) == K3_THINK
+    assert reasoning.end_after(prompt.replace("think", "response")) is None

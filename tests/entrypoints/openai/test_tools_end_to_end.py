@@ -28,7 +28,8 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in NAMES
 ]
-SCRIPTED = [s for s in SPELLINGS if s.name in ("kimi_k2", "hermes", "llama3_json", "deepseek_v3")]
+SERVED = ("kimi_k2", "kimi_k3", "hermes", "llama3_json", "deepseek_v3")
+SCRIPTED = [s for s in SPELLINGS if s.name in SERVED]
 LONG = json.dumps(
     {"path": "北京/天气 😀.txt", "content": "".join(chr(0x4E00 + 7 * i) for i in range(2700))},
     ensure_ascii=False,
@@ -45,7 +46,8 @@ class Scripts:
     """What the model says, by format: (message, text, starts within reasoning)."""
 
     def __init__(self) -> None:
-        markers = [m for format in TOOL_PARSERS.values() for m in format.markers]
+        formats = TOOL_PARSERS.values()
+        markers = [m for format in formats for m in format.special_tokens or format.markers]
         self.writer = ScriptWriter(markers)
         self.by_format: dict[str, list[tuple[str, str, bool]]] = {}
         for spelling in SCRIPTED:

@@ -122,9 +122,11 @@ def _markers(tool_parser: str | None, reasoning_parser: str | None) -> list[str]
     """The parsers see these even where they are special tokens, and no other special token."""
     markers: list[str] = []
     if tool_parser is not None:
-        markers += TOOL_PARSERS[tool_parser].markers
+        format = TOOL_PARSERS[tool_parser]
+        markers += (*format.markers, *format.special_tokens)
     if reasoning_parser is not None:
-        markers += REASONING_PARSERS[reasoning_parser].markers
+        reasoning = REASONING_PARSERS[reasoning_parser]
+        markers += (*reasoning.markers, *reasoning.special_tokens)
     return markers
 
 

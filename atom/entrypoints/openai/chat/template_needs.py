@@ -10,6 +10,7 @@ from typing import Any
 _NAME = "probe_of_calls"
 _SECOND = "probe_of_more"
 _ARGUMENTS = '{"probe":  1}'
+_KEY = '"probe":'
 # What tools may lack.
 PARTS_OF_TOOLS = {"description": "", "parameters": {"type": "object", "properties": {}}}
 _HI = {"role": "user", "content": "hi"}
@@ -44,6 +45,8 @@ def find_needs(render: Callable[..., str]) -> TemplateNeeds:
     """
     attempt = _Attempt(render)
     written = attempt.writes(_ARGUMENTS)
+    if written and _Attempt(render, as_text=False).writes(_KEY) is False:
+        written = False  # an object's parameters stand in tags, as the model writes them
     calls = _Attempt(render, as_text=written is True)
     writes_calls = calls.writes(_NAME)
     beside = calls.writes(_NAME, content="text", reasoning_content="thought")

@@ -31,6 +31,7 @@ class Found:
 TOOL_RULES = (
     Rule("kimi_k2", ("<|tool_call_begin|>", "<|tool_call_argument_begin|>")),
     Rule("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    Rule("kimi_k3", ("<|open|>", "<|sep|>", "argument")),
     Rule("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
     Rule("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
     Rule("gpt_oss", ("<|channel|>commentary", "functions.")),
@@ -53,6 +54,7 @@ TOOL_ARCHITECTURES = {
     "gpt_oss": "gpt_oss",
     "kimi_k2": "kimi_k2",
     "kimi_k25": "kimi_k2",
+    "kimi_k3": "kimi_k3",
     "llama4": "pythonic",
     "minimax_m2": "minimax_m2",
     "mistral": "mistral",
@@ -65,6 +67,7 @@ TOOL_ARCHITECTURES = {
 }
 REASONING_RULES = (
     Rule("gpt_oss", ("<|channel|>", "analysis")),
+    Rule("kimi_k3", ("<|open|>", "<|sep|>", "think")),
     Rule("granite", ("Here is my thought process:", "Here is my response:")),
     Rule("minimax_m2", ("<minimax:tool_call>", "</think>")),  # results are in <response> tags
     Rule("granite_tags", ("<think>", "</think>", "<response>")),
@@ -73,7 +76,12 @@ REASONING_RULES = (
     Rule("think_tags", ("</think>",)),
     Rule("think_tags", ("<think>",)),
 )
-REASONING_ARCHITECTURES = {"gpt_oss": "gpt_oss", "step3_text": "step3", "step3_vl": "step3"}
+REASONING_ARCHITECTURES = {
+    "gpt_oss": "gpt_oss",
+    "kimi_k3": "kimi_k3",
+    "step3_text": "step3",
+    "step3_vl": "step3",
+}
 # A template of this shape that knows no tools: the prompt tells of them in Hermes' words.
 CHATML = "<|im_start|>"
 

@@ -6,8 +6,10 @@ from atom.entrypoints.openai.parsing.reasoning.formats import (
     Channels,
     Phrases,
     ReasoningFormat,
+    ThinkSections,
     ThinkTags,
 )
+from atom.entrypoints.openai.parsing.tool_parsers import kimi_k3
 
 THINK_TAGS = ThinkTags("<think>", "</think>")
 
@@ -21,6 +23,11 @@ REASONING_PARSERS: dict[str, ReasoningFormat] = {
     ),
     "granite_tags": ThinkTags("<think>", "</think>", ("<response>", "</response>")),
     "kimi_k2": THINK_TAGS,
+    "kimi_k3": ThinkSections(
+        *kimi_k3.THINK,
+        (*kimi_k3.RESPONSE, kimi_k3.MESSAGE_END, kimi_k3.END),
+        special_tokens=kimi_k3.KimiK3.special_tokens,
+    ),
     "minimax_m2": THINK_TAGS,
     "minimax_m3": ThinkTags("<mm:think>", "</mm:think>"),
     "mistral": ThinkTags("[THINK]", "[/THINK]"),

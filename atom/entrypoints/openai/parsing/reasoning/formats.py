@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from atom.entrypoints.openai.parsing.text_stream import Steps, TextStream
 from atom.entrypoints.openai.parsing.tool_parsers.gpt_oss import MARKERS, final
+from atom.entrypoints.openai.parsing.tool_parsers.kimi_k3 import in_response
 from atom.structured_output.params import StructuredOutput
 from atom.structured_output.tags import as_format
 
@@ -22,12 +23,14 @@ class ThinkTags:
         close: ends it; so does a tool call.
         others: further tags, which say nothing.
         is_implied: answers begin within reasoning unless the prompt has closed it.
+        special_tokens: those of which markers consist, where markers are more than a token.
     """
 
     open: str
     close: str
     others: tuple[str, ...] = ()
     is_implied: bool = False
+    special_tokens: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -65,6 +68,17 @@ class ThinkTags:
 
 
 @dataclass(frozen=True)
+class ThinkSections(ThinkTags):
+    """Reasoning in a section beside that of the answer (Kimi K3); the prompt opens one of them."""
+
+    def own_tags_after(self, prompt: str) -> None:
+        del prompt
+
+    def in_channel(self, wanted: StructuredOutput) -> StructuredOutput:
+        return StructuredOutput.structural_tag(in_response(as_format(wanted)))
+
+
+@dataclass(frozen=True)
 class Phrases:
     """Reasoning that a phrase begins, at the start of an answer, and another one ends.
 
@@ -74,6 +88,7 @@ class Phrases:
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     markers: tuple[str, ...] = ()
+    special_tokens: tuple[str, ...] = ()
 
     def end_after(self, prompt: str, continued: str = "") -> None:
         del prompt, continued
@@ -97,6 +112,7 @@ class Channels:
     """Reasoning in a channel of its own: the reader of tool calls knows them all (gpt-oss)."""
 
     markers: tuple[str, ...] = MARKERS
+    special_tokens: tuple[str, ...] = ()
 
     def end_after(self, prompt: str, continued: str = "") -> None:
         del prompt, continued

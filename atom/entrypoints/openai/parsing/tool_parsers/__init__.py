@@ -10,6 +10,7 @@ from atom.entrypoints.openai.parsing.tool_parsers.glm47 import Glm47
 from atom.entrypoints.openai.parsing.tool_parsers.gpt_oss import GptOss
 from atom.entrypoints.openai.parsing.tool_parsers.hermes import Hermes
 from atom.entrypoints.openai.parsing.tool_parsers.kimi_k2 import KimiK2
+from atom.entrypoints.openai.parsing.tool_parsers.kimi_k3 import KimiK3
 from atom.entrypoints.openai.parsing.tool_parsers.llama3_json import Llama3Json
 from atom.entrypoints.openai.parsing.tool_parsers.minimax_m2 import MiniMaxM2
 from atom.entrypoints.openai.parsing.tool_parsers.mistral import Mistral, MistralNamed
@@ -24,6 +25,7 @@ TOOL_PARSERS: dict[str, type[ToolFormat]] = {
     "gpt_oss": GptOss,
     "hermes": Hermes,
     "kimi_k2": KimiK2,
+    "kimi_k3": KimiK3,
     "llama3_json": Llama3Json,
     "minimax_m2": MiniMaxM2,
     "mistral": Mistral,

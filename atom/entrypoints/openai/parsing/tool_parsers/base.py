@@ -23,6 +23,7 @@ class ToolFormat(ABC):
 
     Attributes:
         markers: every marker of the format; none is ever part of an answer's text.
+        special_tokens: those of which markers consist, where markers are more than a token.
         grammar: how the format writes calls.
         opening: those after which `read` takes over, also from within reasoning.
         call_end: markers that end a call; within a string of its arguments they do so only
@@ -34,6 +35,7 @@ class ToolFormat(ABC):
     """
 
     markers: ClassVar[tuple[str, ...]]
+    special_tokens: ClassVar[tuple[str, ...]] = ()
     opening: ClassVar[frozenset[str]]
     grammar: ClassVar[CallGrammar]
     call_end: ClassVar[frozenset[str]] = frozenset()

@@ -38,10 +38,10 @@ class ParameterSchemas:
         self._types_of_references: dict[str, frozenset[str]] = {}
 
     def of(self, name: str) -> Any:
-        """The schema of a parameter; one of strings where nothing is said of it."""
+        """The schema of a parameter; None where nothing is said of it."""
         found = self._find(name, self._root, set())
         if not found:
-            return {"type": "string"}
+            return None
         return found[0] if len(found) == 1 else {"anyOf": found}
 
     def types(self, schema: Any, depth: int = 0) -> frozenset[str]:

@@ -30,9 +30,20 @@ class TypedArguments:
         self._schema: Any = None
         self._has_begun = False
 
-    def begin(self, name: str) -> None:
-        """A parameter's value follows."""
-        self._schema = self._schemas.of(name)
+    def begin(self, name: str, kind: str | None = None) -> None:
+        """A parameter's value follows.
+
+        Args:
+            kind: the type that the model says it has, if it does; the schema decides what that
+                may be.
+        """
+        schema = self._schemas.of(name)
+        if schema is None:
+            schema = {"type": "string" if kind is None else kind}
+        elif kind is not None:
+            narrowed = {"allOf": [schema, {"type": kind}]}
+            schema = narrowed if self._schemas.types(narrowed) else schema
+        self._schema = schema
         is_string = self._schemas.types(self._schema) == _STRING
         self._out.arguments("{" if not self._has_begun else ", ")
         self._out.arguments(json.dumps(name, ensure_ascii=False) + ": ")
@@ -54,6 +65,10 @@ class TypedArguments:
             self._out.arguments('"')
         else:
             self._out.arguments(as_json("".join(self._text), self._schema, self._schemas))
+
+    def whole(self, text: str) -> None:
+        """The next piece of all arguments, in JSON."""
+        self._out.arguments(text)
 
     def finish(self) -> None:
         """So is the call."""
