@@ -20,13 +20,13 @@ import torch
 
 from atom.batch import LaunchedStep, ScheduledBatch
 from atom.bench.report import environment, write_json
-from atom.graphs.runner import EagerRunner
 from atom.messages import EngineLimits, EngineRequest
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.carried_rows import CarriedRows
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.step_runner import StepRunner, runs_op_by_op
 from atom.model_ops.metadata import ModelInput, ModelOutput, SamplingMetadata
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
@@ -132,10 +132,9 @@ class NullExecutor:
         sampler = Sampler(
             model.compute_logits, rows, vocab_size, CPU, SamplingOps(choose or _choose)
         )
-        forward = EagerRunner(model.forward)
         carried = CarriedRows(num_seqs, num_drafts, CPU) if depth > 1 else None
         inputs = InputBuilder(
-            forward,
+            runs_op_by_op,
             sampler,
             None,
             max_num_tokens=num_seqs * context,
@@ -150,7 +149,8 @@ class NullExecutor:
         drafter = Drafter(
             proposer, "null", lookup, None, waiting_is_free=not is_ahead, is_ahead=is_ahead
         )
-        self._runner = ModelRunner(inputs, forward, sampler, drafter, carried=carried)
+        steps = StepRunner(model.forward, sampler, proposer)
+        self._runner = ModelRunner(inputs, steps, sampler, drafter, carried=carried)
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         return self._runner.launch(batch)

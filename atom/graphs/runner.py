@@ -1,4 +1,4 @@
-"""Runs the target's layers, eagerly or by replaying CUDA graphs.
+"""The target's layers as CUDA graphs.
 
 A graph reads and writes the same memory at every replay: inputs are written where it was captured,
 padded to the bucket's size, and the results are cut to the step's rows. Padding rows repeat the
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from tqdm import tqdm
@@ -46,44 +45,20 @@ class GraphKey:
         return self.batch_size * self.query_len
 
 
-class ForwardRunner(Protocol):
-    """Runs the target's layers on a batch."""
-
-    def fit(self, num_sequences: int, query_len: int, num_cached: int) -> GraphKey | None:
-        """The graph for a batch; None to run eagerly.
-
-        Args:
-            query_len: of the longest query. The graph's may be longer: it is that of all sequences,
-                with rows of padding behind their own.
-            num_cached: the most tokens of a sequence before its query.
-        """
-        ...
-
-    def run(self, model_input: ModelInput, graph: GraphKey | None) -> ModelOutput:
-        """Hidden states of the batch's T rows, valid until the next run."""
-        ...
-
-
-class EagerRunner:
-    """Runs every batch eagerly."""
-
-    def __init__(self, forward: ForwardOp) -> None:
-        self._forward = forward
-
-    def fit(self, num_sequences: int, query_len: int, num_cached: int) -> GraphKey | None:
-        return None
-
-    def run(self, model_input: ModelInput, graph: GraphKey | None) -> ModelOutput:
-        return self._forward(model_input)
+# (number of sequences, tokens of the longest query, most tokens of a sequence before its query) ->
+# the graph for such a batch; None to run it op by op. The graph's query may be longer: it is that
+# of all sequences, with rows of padding behind their own.
+FitOp = Callable[[int, int, int], GraphKey | None]
 
 
 class GraphRunner:
-    """Replays a graph for every batch with queries no longer than the longest that is captured.
+    """Has a graph for every batch with queries no longer than the longest that is captured.
 
-    Batches that fit no bucket run eagerly: prefill, too many sequences, too long a context. Before
+    Batches that fit no bucket run op by op: prefill, too many sequences, too long a context. Before
     `capture` all do.
 
     Attributes:
+        forward: the target's layers.
         plan: what to capture.
         query_lens: the query lengths that are captured, ascending.
         graph_aux_hidden: aux hidden states that the graphs write, by (batch size, query length):
@@ -94,7 +69,7 @@ class GraphRunner:
     """
 
     def __init__(self, forward: ForwardOp, plan: GraphPlan, query_lens: tuple[int, ...]) -> None:
-        self._forward = forward
+        self.forward = forward
         self.plan = plan
         self.query_lens = query_lens
         self._hidden: dict[tuple[int, int], torch.Tensor] = {}
@@ -102,6 +77,7 @@ class GraphRunner:
         self._replays: dict[GraphKey, Callable[[], None]] = {}
 
     def fit(self, num_sequences: int, query_len: int, num_cached: int) -> GraphKey | None:
+        """As `FitOp`."""
         padded = next((n for n in self.query_lens if n >= query_len), None)
         if padded is None:
             return None
@@ -109,13 +85,12 @@ class GraphRunner:
         key = None if bucket is None else GraphKey(bucket, padded)
         return key if key in self._replays else None
 
-    def run(self, model_input: ModelInput, graph: GraphKey | None) -> ModelOutput:
-        if graph is None:
-            return self._forward(model_input)
+    def replay(self, graph: GraphKey, num_rows: int) -> ModelOutput:
+        """Hidden states of the first rows, valid until the next replay."""
         self._replays[graph]()
-        every, rows = self.output(graph), model_input.input_ids.shape[0]
-        aux = tuple(states[:rows] for states in every.aux_hidden_states)
-        return ModelOutput(every.hidden_states[:rows], aux)
+        every = self.output(graph)
+        aux = tuple(states[:num_rows] for states in every.aux_hidden_states)
+        return ModelOutput(every.hidden_states[:num_rows], aux)
 
     def output(self, graph: GraphKey) -> ModelOutput:
         """What a graph writes, padding included; once outputs are allocated."""
@@ -144,7 +119,7 @@ class GraphRunner:
     def rehearse(self, inputs: GraphInputs) -> ModelOutput:
         """Run the largest graph's work once without capturing, and allocate what graphs write."""
         largest = self.largest
-        output = self._forward(inputs(largest.bucket, largest.query_len)())
+        output = self.forward(inputs(largest.bucket, largest.query_len)())
         self._allocate_outputs(output)
         return output
 
@@ -175,7 +150,7 @@ class GraphRunner:
     def _compute(self, graph: GraphKey, read: Callable[[], ModelInput]) -> None:
         """The captured work of one graph."""
         key = (graph.batch_size, graph.query_len)
-        output = self._forward(read())
+        output = self.forward(read())
         copy_all(
             [self._hidden[key], *self.graph_aux_hidden[key]],
             [output.hidden_states, *output.aux_hidden_states],

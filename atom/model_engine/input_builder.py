@@ -13,7 +13,7 @@ import torch
 from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.graphs.capture import Bucket, GraphPlan
 from atom.graphs.recorded import Recording
-from atom.graphs.runner import ForwardRunner, GraphKey
+from atom.graphs.runner import FitOp, GraphKey
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
 from atom.model_engine.carried_rows import CarriedPlan, CarriedRows
@@ -71,7 +71,7 @@ class InputBuilder:
         staging: the staging buffer.
 
     Args:
-        forward: chooses the graph for a batch.
+        fit: chooses the graph for a batch.
         plan: the graph plan; None if every step runs eagerly.
         max_num_tokens, max_num_seqs: limits of a step.
         max_model_len: limit of a context.
@@ -86,7 +86,7 @@ class InputBuilder:
 
     def __init__(
         self,
-        forward: ForwardRunner,
+        fit: FitOp,
         sampler: Sampler,
         plan: GraphPlan | None,
         *,
@@ -104,7 +104,7 @@ class InputBuilder:
     ) -> None:
         most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
         num_bytes = most * _TOKEN_BYTES + max_num_seqs * _SEQUENCE_BYTES + _MORE_BYTES
-        self._forward = forward
+        self._fit = fit
         self._sampler = sampler
         self._block_size = block_size
         self._drafts = drafts
@@ -182,7 +182,7 @@ class InputBuilder:
         kept = self._kept.find(layout)
         if kept is not None and (step := self._repeat(kept, sequences)) is not None:
             return step
-        shape = Shape(sequences, self._forward, self._ragged_len)
+        shape = Shape(sequences, self._fit, self._ragged_len)
         graph = shape.graph
         self.staging.restart()
         size, tokens = shape.num_sequences, shape.num_rows
@@ -237,7 +237,7 @@ class InputBuilder:
         attention = kept.model_input.attention
         starts = [s.start for s in sequences]
         longest_query = max(len(s.token_ids) for s in sequences)
-        if self._forward.fit(len(sequences), longest_query, max(starts)) != kept.graph:
+        if self._fit(len(sequences), longest_query, max(starts)) != kept.graph:
             return None
         context_lens = tuple(map(add, starts, attention.query_lens_cpu))
         self.staging.repeat(kept.words)

@@ -46,9 +46,7 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
         allocate_pools(rank, builders, parts, 1)
         _run_largest_steps(rank, parts)
 
-    def graph_bytes() -> int:
-        return 0 if runner.graphs is None else runner.graphs.estimate_bytes()
-
+    graph_bytes = runner.steps.estimate_graph_bytes
     budget = kv_cache_budget(
         rank.config.cache, rank.platform, profile, graph_bytes, rank.place.num_local
     )

@@ -18,17 +18,13 @@ from atom.batch import (
     StepOutput,
     StepParts,
 )
-from atom.graphs.recorded import StepRecorder
-from atom.graphs.runner import ForwardRunner
-from atom.graphs.staging import Arriving, send_to_host
+from atom.graphs.staging import Arriving
 from atom.model_engine.carried_rows import CarriedRows
-from atom.model_engine.computed_step import ComputedStep
 from atom.model_engine.input_builder import InputBuilder, StepInput
-from atom.model_engine.recorded_steps import RecordedSteps
-from atom.model_engine.step_graphs import StepGraphs
+from atom.model_engine.step_runner import ComputedStep, StepRunner
 from atom.sampling.rows import Needs
 from atom.sampling.sampler import Sampled, Sampler, Verified
-from atom.spec_decode.base import DraftKey, Proposal, VerifiedStep
+from atom.spec_decode.base import Proposal
 from atom.spec_decode.draft_length import DraftNumbers
 from atom.spec_decode.drafter import Drafter, Found, Launched
 from atom.spec_decode.made_drafts import NO_DRAFTS
@@ -70,32 +66,25 @@ class ModelRunner:
 
     Attributes:
         inputs: copies batches to the device.
-        graphs: replay what follows the target's layers; None where these are in no graphs.
+        steps: runs what is on the device, op by op or replayed.
 
     Args:
         publish: called with what other ranks must do, after all that can fail because of a request
             and before the model runs; None when there are no others.
-        recorder: replays steps that recur; None if every step runs op by op.
         carried: what passes from step to step on the device; None if steps do not overlap.
     """
 
     def __init__(
         self,
         inputs: InputBuilder,
-        forward: ForwardRunner,
+        steps: StepRunner,
         sampler: Sampler,
         drafter: Drafter,
         publish: Callable[[Orders], Orders] | None = None,
-        recorder: StepRecorder | None = None,
         carried: CarriedRows | None = None,
-        graphs: StepGraphs | None = None,
     ) -> None:
-        self.graphs = graphs
-        self._recorded: RecordedSteps | None = None
-        if recorder is not None:
-            self._recorded = RecordedSteps(recorder, forward, sampler, drafter, self._compute)
         self.inputs = inputs
-        self._forward = forward
+        self.steps = steps
         self._sampler = sampler
         self._drafter = drafter
         self._publish = publish
@@ -105,9 +94,11 @@ class ModelRunner:
         self._inference = torch.inference_mode()
 
     def rehearsing(self, drafter: Drafter) -> ModelRunner:
-        """A runner with the same inputs and graphs, that tells no other rank of its steps."""
-        own = self._forward, self._sampler, drafter
-        return ModelRunner(self.inputs, *own, carried=self._carried, graphs=self.graphs)
+        """A runner with the same inputs and graphs of the target, that tells no other rank of its
+        steps.
+        """
+        steps = self.steps.without_draft_replay()
+        return ModelRunner(self.inputs, steps, self._sampler, drafter, carried=self._carried)
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Compute the scheduled tokens, sample and verify, and propose the next drafts.
@@ -132,26 +123,22 @@ class ModelRunner:
         if step is None:
             nothing = StepOutput([], self._drafter.num_lookup_tokens)
             return LaunchedStep(lambda: nothing)
-        view, verified, parts = self._verify(batch, step, numbers)
         if self._drafter.looks_first or self._follows_grammars(step):
-            given = (batch, step, view, verified, numbers, parts)
-            output = self._draft_after_sampling(*given)
+            output = self._draft_after_sampling(batch, step, numbers)
             return LaunchedStep(lambda: output)
-        proposed = self._drafter.propose(view, numbers)
-        parts = self._with_drafts(parts, view)
-        self._leave(step, verified, proposed)
+        done = self._run(batch, step, numbers.made)
+        proposed, parts = done.draft(numbers.made)
+        self._leave(step, done.verified, proposed)
         self._sampler.raise_failure()
         num_made = 0 if proposed is None else len(proposed.tensors)
-        arriving = self._send_to_host(proposed, verified)
+        arriving = self.steps.send_to_host(proposed, done.verified)
         collect = partial(self._collect, batch, step, arriving, num_made, numbers, parts)
         return LaunchedStep(collect, numbers.carried if num_made else 0, self._drafter.source)
 
-    def _send_to_host(self, *results: Proposal | Verified | None) -> Arriving:
-        """Start to copy the tensors of these to the host; recorded steps' are read in place."""
-        known = [result for result in results if result is not None]
-        if self._recorded is not None:
-            return lambda: [array for result in known for array in result.arrays]
-        return send_to_host([tensor for result in known for tensor in result.tensors])
+    def _run(self, batch: ScheduledBatch, step: StepInput, num_drafts: int | None) -> ComputedStep:
+        """The step without its drafts, on the device."""
+        rests = self._drafter.is_at_rest
+        return self.steps.run(batch.sequences, step, num_drafts, rests=rests)
 
     def _leave(self, step: StepInput, verified: Verified, proposed: Proposal | None) -> None:
         """Leave the tokens and the drafts for the next step, if it may be launched before they are
@@ -209,26 +196,20 @@ class ModelRunner:
         return launched
 
     def _draft_after_sampling(
-        self,
-        batch: ScheduledBatch,
-        step: StepInput,
-        view: VerifiedStep | None,
-        verified: Verified,
-        numbers: DraftNumbers,
-        parts: StepParts,
+        self, batch: ScheduledBatch, step: StepInput, numbers: DraftNumbers
     ) -> StepOutput:
         """The host knows the tokens before drafts are made."""
-        sampled = self._sampler.take(step.sample, self._send_to_host(verified)())
+        done = self._run(batch, step, None)
+        sampled = self._sampler.take(step.sample, self.steps.send_to_host(done.verified)())
         found = self._look_up(batch, step)
         if self._drafter.looks_first:
             numbers = self._drafter.begin_with(found)
         rows = [batch.sequences[i].row for i in step.sample.layout.indices]
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
-            if allowed is not None and view is not None and numbers.made:
-                view = replace(view, guide=allowed.guide(found))
-            proposed = self._drafter.propose(view, numbers)
-            parts = self._with_drafts(parts, view)
-            made = self._send_to_host(proposed)()
+            guides = allowed is not None and done.propose is not None and numbers.made > 0
+            guide = allowed.guide(found) if guides and allowed is not None else None
+            proposed, parts = done.draft(numbers.made, guide)
+            made = self.steps.send_to_host(proposed)()
             drafts = self._drafter.merge(numbers, rows, found, made, allowed)
         results = self._results(batch, step, sampled, drafts)
         return StepOutput(results, self._drafter.num_lookup_tokens, parts)
@@ -246,76 +227,18 @@ class ModelRunner:
         # Whether logits are edited is known to the first rank alone.
         kind = None if orders.kind is None else Needs(orders.kind)
         sample = replace(step.sample, kind=kind)
-        view, verified, _ = self._verify(batch, replace(step, sample=sample), numbers)
-        self._leave(step, verified, self._drafter.propose(view, numbers))
+        done = self._run(batch, replace(step, sample=sample), numbers.made)
+        proposed, _ = done.draft(numbers.made)
+        self._leave(step, done.verified, proposed)
 
     def _go_along(self, orders: Orders) -> None:
         """Compute a padding row, and drafts after it, if other engines need this one's experts."""
-        if not orders.is_idle:
-            return
-        row = self.inputs.padding()
-        output = self._forward.run(row, None)
-        if orders.num_drafts:
-            first = torch.zeros_like(row.input_ids)
-            numbers = self._drafter.follow(DraftNumbers(), orders.num_drafts)
-            self._drafter.propose(VerifiedStep([], row, output, first, first, None), numbers)
+        if orders.is_idle:
+            self.steps.run_padding(self.inputs.padding(), orders.num_drafts)
 
     def _start(self, batch: ScheduledBatch) -> None:
         self._sampler.forget(batch.freed_rows)
         self._drafter.start(batch)
-
-    def _verify(
-        self, batch: ScheduledBatch, step: StepInput, numbers: DraftNumbers
-    ) -> tuple[VerifiedStep | None, Verified, StepParts]:
-        """Run the target, sample and verify -> the proposer's input, the result, and what of that
-        was replayed.
-        """
-        recurs, target = False, step.graph is not None
-        if self._recorded is None or not step.recurs:
-            done = self._compute(step, numbers)
-        else:
-            done, recurs = self._recorded.run(batch.sequences, step)
-            target = self._recorded.was_replayed
-        parts = StepParts(target, choice=target and done.by_graph)
-        return done.view(batch.sequences, step, recurs=recurs), done.verified, parts
-
-    def _with_drafts(self, parts: StepParts, view: VerifiedStep | None) -> StepParts:
-        """What was replayed of a step whose drafts have just been made."""
-        if view is None:
-            return parts
-        return msgspec.structs.replace(parts, drafts=self._drafter.was_replayed(view))
-
-    def _compute(self, step: StepInput, numbers: DraftNumbers) -> ComputedStep:
-        """The device's part of a step without the drafts.
-
-        Args:
-            numbers: of drafts that are made behind it.
-        """
-        output = self._forward.run(step.model_input, step.graph)
-        drafting = self._graph_of_drafts(step, numbers)
-        chosen = None if self.graphs is None else self.graphs.choose(step)
-        if chosen is not None:
-            verified, last_rows = chosen
-        else:
-            verified, last_rows = self._sampler.sample(step.sample, output.hidden_states), None
-            if step.next_token_ids is not None:
-                last_rows = self._sampler.place(step.sample, verified, step.next_token_ids)
-            if self.graphs is not None and drafting is not None:
-                assert last_rows is not None
-                self.graphs.keep(drafting.target, last_rows)
-        race = None
-        if drafting is None:
-            race = self._sampler.race(step.sample, step.race_rows)
-        return ComputedStep(output, verified, last_rows, race, chosen is not None, drafting)
-
-    def _graph_of_drafts(self, step: StepInput, numbers: DraftNumbers) -> DraftKey | None:
-        """The graph that makes the step's drafts, if nothing of them is decided after sampling."""
-        if step.graph is None or step.next_token_ids is None or step.sampled is not None:
-            return None
-        if self._drafter.looks_first or self._follows_grammars(step):
-            return None
-        races = step.sample.rows is not None
-        return self._drafter.graph_for(step.graph, numbers, races=races)
 
     def _follows_grammars(self, step: StepInput) -> bool:
         """Whether drafts are made within grammars, after sampling."""

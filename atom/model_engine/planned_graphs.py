@@ -15,7 +15,6 @@ from atom.graphs.runner import GraphRunner
 from atom.model_engine.rank import Rank
 from atom.models.base import CausalLM
 from atom.spec_decode.base import Lookahead, Proposer
-from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.speculative_options import MAX_SPECULATIVE_TOKENS
 
 
@@ -58,12 +57,10 @@ def plan_graphs(
     return GraphRunner(model.forward, plan, lens)
 
 
-def create_draft_graphs(
-    rank: Rank, proposer: Proposer, target: GraphRunner | None
-) -> DraftGraphs | None:
-    """Where a proposer's graphs are kept; None if it runs eagerly."""
+def draft_numbers(rank: Rank, proposer: Proposer) -> tuple[int, ...]:
+    """The numbers of drafts for which a proposer's work is captured behind the target's graphs."""
     most, options = proposer.lookahead.num_tokens, rank.config.speculative
-    if target is None or not proposer.reads_steps or not most:
-        return None
+    if not proposer.reads_steps or not most:
+        return ()
     is_adaptive = options is not None and options.adaptive
-    return DraftGraphs(target.plan.backend, (0, most) if is_adaptive else (most,))
+    return (0, most) if is_adaptive else (most,)

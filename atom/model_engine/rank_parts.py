@@ -14,7 +14,7 @@ from atom.graphs.recorded import StepRecorder, create_recorder
 from atom.graphs.runner import GraphRunner
 from atom.model_engine.compiled_grammars import create_grammars
 from atom.model_engine.expert_ranks import check_experts
-from atom.model_engine.planned_graphs import create_draft_graphs, create_graph_runner
+from atom.model_engine.planned_graphs import create_graph_runner
 from atom.model_engine.rank import Rank
 from atom.model_engine.same_ops import check_same_ops
 from atom.model_loader.source import ModelSource
@@ -23,7 +23,6 @@ from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.spec_decode.base import Proposer
-from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter
 from atom.structured_output.cache import GrammarCache
@@ -39,7 +38,6 @@ class RankParts:
     Attributes:
         model: the target.
         graphs: of its layers; None if every step runs eagerly.
-        draft_graphs: the proposer's; None if it runs eagerly.
         recorder: replays steps that recur; None if every step runs op by op.
         grammars: only the first rank has any.
     """
@@ -47,7 +45,6 @@ class RankParts:
     model: CausalLM
     proposer: Proposer
     graphs: GraphRunner | None
-    draft_graphs: DraftGraphs | None
     recorder: StepRecorder | None
     grammars: GrammarCache | None
     drafter: Drafter
@@ -83,7 +80,6 @@ def join_parts(
         ConfigError: when an option cannot be honoured with them.
     """
     grammars = create_grammars(rank.config.model, rank.source) if rank.place.is_first else None
-    draft_graphs = create_draft_graphs(rank, proposer, graphs)
     recorder = create_recorder(rank.platform) if graphs is None and _records(rank) else None
     drafter = create_drafter(
         rank.config.speculative,
@@ -93,9 +89,8 @@ def join_parts(
         waiting_is_free=not rank.platform.is_gpu and rank.place.is_alone and not rank.overlaps,
         is_ahead=rank.overlaps,
         recorder=recorder,
-        graphs=draft_graphs,
     )
-    return RankParts(model, proposer, graphs, draft_graphs, recorder, grammars, drafter)
+    return RankParts(model, proposer, graphs, recorder, grammars, drafter)
 
 
 def _load_models(

@@ -1,35 +1,38 @@
 """Steps that recur, as programs on a CPU.
 
 A step whose tokens are chosen from tensors alone is one program. Where the host has a say in the
-choice, the target's layers and the logits are one, and tokens are chosen op by op behind it.
+choice, the target's layers and the logits are one, and tokens are chosen op by op behind it. What
+the proposer does behind either is another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
-from atom.batch import ScheduledSequence
+from atom.batch import ScheduledSequence, StepParts
 from atom.graphs.recorded import Recording, StepRecorder, Work
-from atom.graphs.runner import ForwardRunner
-from atom.model_engine.computed_step import ComputedStep
+from atom.graphs.runner import ForwardOp
+from atom.graphs.staging import Arriving
 from atom.model_engine.input_builder import StepInput
+from atom.model_engine.step_runner import ComputedStep, StepRunner, TargetStep
+from atom.model_ops.kernels.native.bindings import between_kernels
 from atom.model_ops.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.decode_rows import kind_of
-from atom.sampling.sampler import Sampler
-from atom.spec_decode.draft_length import DraftNumbers
-from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.recorded_drafts import with_own_metadata
+from atom.sampling.sampler import Sampler, Verified
+from atom.spec_decode.base import Guide, Proposal, Proposer, VerifiedStep
 
 # Among the recordings of a step's inputs, which otherwise have whether it is at rest.
 _LAYERS = "layers"
 
 
 @dataclass(frozen=True)
-class ComputedLayers:
+class _Layers:
     """A step before its tokens are chosen.
 
     Attributes:
@@ -54,80 +57,159 @@ class ComputedLayers:
         return [*states, *(t for t in (self.last_rows, *options) if t is not None)]
 
 
-class RecordedSteps:
-    """Runs steps that recur.
+@dataclass(frozen=True)
+class _Recorded:
+    """A step that recurs, up to its drafts.
 
-    Args:
-        compute: a step without its drafts, op by op.
+    Attributes:
+        is_whole: whether the choice of tokens is part of the program.
+        is_drafted: whether the proposer has done its part, without drafts.
+        recordings: of the proposer's work behind it, by the number of drafts.
     """
 
-    def __init__(
-        self,
-        recorder: StepRecorder,
-        forward: ForwardRunner,
-        sampler: Sampler,
-        drafter: Drafter,
-        compute: Callable[[StepInput, DraftNumbers], ComputedStep],
-    ) -> None:
-        self._recorder = recorder
-        self._forward = forward
-        self._sampler = sampler
-        self._drafter = drafter
-        self._compute = compute
+    target: TargetStep
+    is_whole: bool = False
+    is_drafted: bool = False
+    recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
 
-    @property
-    def was_replayed(self) -> bool:
-        """Whether the last work was."""
-        return self._recorder.was_replayed
+
+class _RecordedGuide:
+    """A guide that asks another one in each replay.
+
+    Attributes:
+        guide: that of the step that runs, if it has one.
+    """
+
+    guide: Guide | None = None
+
+    def restrict(self, logits: torch.Tensor, target_ids: torch.Tensor | None) -> None:
+        between_kernels(lambda: self._known().restrict(logits, target_ids), logits)
+
+    def take(self, token_ids: torch.Tensor) -> None:
+        between_kernels(lambda: self._known().take(token_ids), token_ids)
+
+    def _known(self) -> Guide:
+        assert self.guide is not None
+        return self.guide
+
+
+class RecordedSteps(StepRunner):
+    """Replays steps that recur, and what the proposer does behind them."""
+
+    def __init__(
+        self, recorder: StepRecorder, forward: ForwardOp, sampler: Sampler, proposer: Proposer
+    ) -> None:
+        super().__init__(forward, sampler, proposer)
+        self._recorder = recorder
+        self._guide = _RecordedGuide()
 
     def run(
-        self, sequences: Sequence[ScheduledSequence], step: StepInput
-    ) -> tuple[ComputedStep, bool]:
-        """The step without its drafts, and whether others like it have the same tensors."""
+        self,
+        sequences: Sequence[ScheduledSequence],
+        step: StepInput,
+        num_drafts: int | None,
+        *,
+        rests: bool,
+    ) -> ComputedStep:
+        if not step.recurs:
+            return super().run(sequences, step, num_drafts, rests=rests)
         recorder = self._recorder
         if step.is_plain:
-            rests = self._drafter.is_at_rest
-            done = recorder.run(
-                step.recordings, rests, lambda: self._whole(sequences, step, rests=rests)
-            )
+            done = recorder.run(step.recordings, rests, lambda: self._whole(step, rests=rests))
         else:
             done = self._in_parts(step)
-        return done, recorder.has_program
+        replayed = recorder.was_replayed
+        parts = StepParts(replayed, choice=replayed and done.is_whole)
+        view = done.target.view(sequences, step)
+        if view is None:
+            return ComputedStep(done.target.verified, None, parts)
+        if done.is_drafted:
+            parts = msgspec.structs.replace(parts, drafts=replayed)
+            return ComputedStep(done.target.verified, None, parts)
+        propose = partial(self._propose, view)
+        if recorder.has_program:
+            propose = partial(self._propose_recorded, view, done.recordings)
+        return ComputedStep(done.target.verified, propose, parts)
 
-    def _whole(
-        self, sequences: Sequence[ScheduledSequence], step: StepInput, *, rests: bool
-    ) -> Work[ComputedStep]:
+    def send_to_host(self, *results: Proposal | Verified | None) -> Arriving:
+        """They are read in place."""
+        known = [result for result in results if result is not None]
+        return lambda: [array for result in known for array in result.arrays]
+
+    def without_draft_replay(self) -> StepRunner:
+        return StepRunner(self._forward, self._sampler, self._proposer)
+
+    def release(self) -> None:
+        self._recorder.release()
+
+    def took_usual_time(self) -> bool:
+        return self._recorder.take_usual()
+
+    def _propose(
+        self, view: VerifiedStep, num_drafts: int, guide: Guide | None
+    ) -> tuple[Proposal, bool]:
+        # The layout may be that of steps to come, too, with other lengths.
+        return super()._propose(_with_own_metadata(view), num_drafts, guide)
+
+    def _propose_recorded(
+        self,
+        view: VerifiedStep,
+        recordings: dict[Hashable, Recording[Any]],
+        num_drafts: int,
+        guide: Guide | None,
+    ) -> tuple[Proposal, bool]:
+        """What the proposer makes of a step whose tensors other steps have, too."""
+        name = "drafting" if num_drafts else "writing the draft's cache"
+        key: Hashable = num_drafts
+        if guide is not None:
+            self._guide.guide = guide
+            view = replace(view, guide=self._guide)
+            name, key = f"{name} within grammars", ("within grammars", num_drafts)
+
+        def work() -> Work[Proposal]:
+            return Work(
+                name,
+                num_drafts,
+                view.tensors,
+                lambda: self._proposer.propose(_with_own_metadata(view), num_drafts),
+                lambda proposal: proposal.tensors,
+            )
+
+        try:
+            proposal = self._recorder.run(recordings, key, work)
+        finally:
+            self._guide.guide = None
+        return proposal, self._recorder.was_replayed
+
+    def _whole(self, step: StepInput, *, rests: bool) -> Work[_Recorded]:
         """The target's part of a step, and all of one at rest."""
         plan, model_input = step.sample, step.model_input
 
-        def run() -> ComputedStep:
-            done = self._compute(_with_unknown_lengths(step), DraftNumbers())
-            view = done.view(sequences, step, recurs=True) if rests else None
+        def run() -> _Recorded:
+            target = self._compute(_with_unknown_lengths(step))
+            view = target.view([], step) if rests else None
             if view is not None:
-                self._drafter.proposer.propose(with_own_metadata(view), 0)
-            return replace(done, by_graph=True, is_drafted=view is not None)
+                self._proposer.propose(_with_own_metadata(view), 0)
+            return _Recorded(target, is_whole=True, is_drafted=view is not None)
 
         return Work(
             f"a step{'' if plan.is_greedy else ' that samples'}{' at rest' if rests else ''}",
             (plan.needs, model_input.attention.max_seqlen_q),
             (*_inputs(step), *plan.tensors),
             run,
-            lambda done: done.tensors,
+            lambda done: done.target.tensors,
             in_parts=lambda: self._in_parts(step),
         )
 
-    def _in_parts(self, step: StepInput) -> ComputedStep:
-        plan = step.sample
+    def _in_parts(self, step: StepInput) -> _Recorded:
         layers = self._recorder.run(step.recordings, _LAYERS, lambda: self._layers(step))
-        verified = self._sampler.sample(plan, layers.output.hidden_states, layers.logits)
-        if layers.last_rows is not None and step.next_token_ids is not None:
-            layers.last_rows.copy_(self._sampler.place(plan, verified, step.next_token_ids))
-        return ComputedStep(
-            *(layers.output, verified, layers.last_rows, layers.race),
-            recordings=layers.recordings,
-        )
+        verified, last_rows = self._choose(step, layers.output, layers.logits)
+        if layers.last_rows is not None and last_rows is not None:
+            layers.last_rows.copy_(last_rows)
+        target = TargetStep(layers.output, verified, layers.last_rows, layers.race)
+        return _Recorded(target, recordings=layers.recordings)
 
-    def _layers(self, step: StepInput) -> Work[ComputedLayers]:
+    def _layers(self, step: StepInput) -> Work[_Layers]:
         """All of the target's part but for the choice of tokens."""
         plan, races = step.sample, step.race_rows is not None
         return Work(
@@ -139,13 +221,13 @@ class RecordedSteps:
             lambda layers: [layers.logits],
         )
 
-    def _compute_layers(self, step: StepInput) -> ComputedLayers:
+    def _compute_layers(self, step: StepInput) -> _Layers:
         plan, last_rows = step.sample, None
-        output = self._forward.run(step.model_input, None)
+        output = self._forward(step.model_input)
         logits = self._sampler.logits(plan, output.hidden_states)
         if step.next_token_ids is not None:
             last_rows = plan.logits_indices.new_empty(len(plan.states))
-        return ComputedLayers(output, logits, last_rows, self._sampler.race(plan, step.race_rows))
+        return _Layers(output, logits, last_rows, self._sampler.race(plan, step.race_rows))
 
 
 def _inputs(step: StepInput) -> tuple[torch.Tensor | None, ...]:
@@ -159,3 +241,10 @@ def _with_unknown_lengths(step: StepInput) -> StepInput:
     """The step as ops must take it where lengths differ between replays."""
     metadata = replace(step.model_input.attention, context_lens_cpu=None)
     return replace(step, model_input=replace(step.model_input, attention=metadata))
+
+
+def _with_own_metadata(view: VerifiedStep) -> VerifiedStep:
+    """The step with nothing derived from its lengths yet, and what will be not kept with it."""
+    model_input = view.model_input
+    attention = replace(model_input.attention)
+    return replace(view, model_input=replace(model_input, attention=attention))

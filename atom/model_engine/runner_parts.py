@@ -7,13 +7,15 @@ from collections.abc import Callable
 import torch
 
 from atom.batch import Orders
-from atom.graphs.runner import EagerRunner, ForwardRunner
 from atom.model_engine.carried_rows import CarriedRows
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.planned_graphs import draft_numbers
 from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts
+from atom.model_engine.recorded_steps import RecordedSteps
 from atom.model_engine.step_graphs import StepGraphs
+from atom.model_engine.step_runner import StepRunner, runs_op_by_op
 from atom.sampling.decode_rows import DecodeSampler
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
@@ -38,13 +40,10 @@ def create_runner(
         parts.grammars,
     )
     sampler = _create_sampler(rank, parts, rows, ops)
-    forward = parts.graphs or EagerRunner(parts.model.forward)
     carried = _create_carried(rank, parts)
-    inputs = _create_inputs(rank, parts, forward, sampler, carried)
-    graphs = _create_graphs(rank, parts, rows, ops, inputs)
-    return ModelRunner(
-        inputs, forward, sampler, parts.drafter, publish, parts.recorder, carried, graphs
-    )
+    inputs = _create_inputs(rank, parts, sampler, carried)
+    steps = _create_steps(rank, parts, rows, ops, sampler, inputs)
+    return ModelRunner(inputs, steps, sampler, parts.drafter, publish, carried)
 
 
 def _create_sampler(rank: Rank, parts: RankParts, rows: SamplingRows, ops: SamplingOps) -> Sampler:
@@ -78,13 +77,12 @@ def _create_carried(rank: Rank, parts: RankParts) -> CarriedRows | None:
 def _create_inputs(
     rank: Rank,
     parts: RankParts,
-    forward: ForwardRunner,
     sampler: Sampler,
     carried: CarriedRows | None,
 ) -> InputBuilder:
     scheduler = rank.config.scheduler
     return InputBuilder(
-        forward,
+        runs_op_by_op if parts.graphs is None else parts.graphs.fit,
         sampler,
         None if parts.graphs is None else parts.graphs.plan,
         max_num_tokens=scheduler.max_num_batched_tokens,
@@ -101,19 +99,28 @@ def _create_inputs(
     )
 
 
-def _create_graphs(
-    rank: Rank, parts: RankParts, rows: SamplingRows, ops: SamplingOps, inputs: InputBuilder
-) -> StepGraphs | None:
+def _create_steps(
+    rank: Rank,
+    parts: RankParts,
+    rows: SamplingRows,
+    ops: SamplingOps,
+    sampler: Sampler,
+    inputs: InputBuilder,
+) -> StepRunner:
+    if parts.recorder is not None:
+        return RecordedSteps(parts.recorder, parts.model.forward, sampler, parts.proposer)
     if parts.graphs is None:
-        return None
+        return StepRunner(parts.model.forward, sampler, parts.proposer)
+    decode_sampler = DecodeSampler(
+        parts.model.compute_logits, rows, ops, rank.place.tensor, _greedy_choice(rank, parts)
+    )
     return StepGraphs(
         parts.graphs,
         inputs,
-        DecodeSampler(
-            parts.model.compute_logits, rows, ops, rank.place.tensor, _greedy_choice(rank, parts)
-        ),
+        sampler,
+        decode_sampler,
         parts.proposer,
-        parts.draft_graphs,
+        draft_numbers(rank, parts.proposer),
         synthetic=rank.config.synthetic_acceptance_length is not None,
     )
 

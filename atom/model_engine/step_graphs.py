@@ -8,6 +8,7 @@ layers finds its own.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,18 +18,19 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
+from atom.batch import ScheduledSequence, StepParts
 from atom.graphs.capture import MOST_ROWS, Bucket
 from atom.graphs.captured import CapturedWork
 from atom.graphs.runner import GraphKey, GraphRunner
 from atom.kv_cache.memory import PeakOf, estimate_graph_bytes, peak_bytes
 from atom.model_engine.input_builder import InputBuilder, StepInput
 from atom.model_engine.step_places import GraphInput
+from atom.model_engine.step_runner import ComputedStep, StepRunner, TargetStep
 from atom.model_ops.metadata import ModelInput, ModelOutput
 from atom.sampling.decode_rows import KINDS, DecodeRows, DecodeSampler
 from atom.sampling.rows import Needs
-from atom.sampling.sampler import Verified
-from atom.spec_decode.base import DraftKey, Proposal, Proposer, VerifiedStep
-from atom.spec_decode.draft_graphs import DraftGraphs
+from atom.sampling.sampler import Sampler, Verified
+from atom.spec_decode.base import Guide, Proposal, Proposer, VerifiedStep
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,17 @@ class ChoiceKey:
     batch_size: int
     query_len: int
     kind: Needs
+
+
+@dataclass(frozen=True)
+class DraftKey:
+    """One graph: the graph of the target's layers whose rows it reads, the drafts of each sequence,
+    and whether some of them are not greedy.
+    """
+
+    target: GraphKey
+    num_drafts: int
+    races: bool
 
 
 @dataclass(frozen=True)
@@ -55,12 +68,13 @@ class _Kept:
     accepted: torch.Tensor
 
 
-class StepGraphs:
-    """Captures all graphs of steps, and replays those of the choice of tokens.
+class StepGraphs(StepRunner):
+    """Captures the graphs of steps, and replays them.
 
     Args:
         target: the layers' graphs.
-        drafts: where the proposer's graphs are kept; None if it has none.
+        decode_sampler: what graphs of choices capture.
+        draft_numbers: of drafts to capture the proposer's work for; none if it runs op by op.
         synthetic: whether acceptance is.
     """
 
@@ -68,33 +82,58 @@ class StepGraphs:
         self,
         target: GraphRunner,
         inputs: InputBuilder,
-        sampler: DecodeSampler,
+        sampler: Sampler,
+        decode_sampler: DecodeSampler,
         proposer: Proposer,
-        drafts: DraftGraphs | None,
+        draft_numbers: tuple[int, ...],
         *,
         synthetic: bool,
     ) -> None:
+        super().__init__(target.forward, sampler, proposer)
         self._target = target
         self._inputs = inputs
-        self._sampler = sampler
-        self._proposer = proposer
-        self._drafts = drafts
+        self._decode_sampler = decode_sampler
+        self._draft_numbers = draft_numbers
         self._synthetic = synthetic
-        self._choices = CapturedWork(target.plan.backend)
+        self._captured = CapturedWork(target.plan.backend)
         self._kept: dict[tuple[int, int], _Kept] = {}
+
+    def run(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        step: StepInput,
+        num_drafts: int | None,
+        *,
+        rests: bool,
+    ) -> ComputedStep:
+        if step.graph is None:
+            return super().run(sequences, step, num_drafts, rests=rests)
+        output = self._target.replay(step.graph, len(step.model_input.input_ids))
+        drafting = self._key_of_drafts(step, num_drafts)
+        chosen = self._replay_choice(step, step.graph)
+        verified, last_rows = self._choose(step, output) if chosen is None else chosen
+        if drafting is not None and chosen is None:
+            assert last_rows is not None
+            self._kept_of(step.graph).last_rows[: len(last_rows)] = last_rows
+        # A graph of drafts reads the options by itself.
+        race = self._sampler.race(step.sample, step.race_rows) if drafting is None else None
+        view = TargetStep(output, verified, last_rows, race).view(sequences, step)
+        propose = None if view is None else partial(self._propose, view)
+        if drafting is not None and view is not None:
+            propose = partial(self._replay_drafts, drafting, len(view.last_rows))
+        return ComputedStep(verified, propose, StepParts(True, choice=chosen is not None))
+
+    def without_draft_replay(self) -> StepRunner:
+        runner = copy.copy(self)
+        runner._draft_numbers = ()
+        return runner
 
     @property
     def num_graphs(self) -> tuple[int, int, int]:
-        """Of the target's layers, of choices of tokens, and of drafts."""
         choices, drafts = self._choice_keys(), self._draft_keys()
         return self._target.num_graphs, sum(1 for _ in choices), sum(1 for _ in drafts)
 
-    def estimate_bytes(self, peak_of: PeakOf = peak_bytes) -> int:
-        """Memory that `capture` will need.
-
-        Args:
-            peak_of: as for `estimate_graph_bytes`.
-        """
+    def estimate_graph_bytes(self, peak_of: PeakOf = peak_bytes) -> int:
         of_layers, *of_others = self.num_graphs
         layers = partial(self._target.rehearse, self._read)
         return estimate_graph_bytes(layers, self._rehearse, of_layers, sum(of_others), peak_of)
@@ -103,18 +142,22 @@ class StepGraphs:
         return self._inputs.graph_input(bucket, query_len).read
 
     def capture(self) -> None:
-        """Capture all graphs, the layers' first. The KV cache must be bound and must not move."""
+        """Capture all graphs, the layers' first."""
         self._target.capture(self._read)
         started = time.perf_counter()
         keys = [*self._choice_keys(), *self._draft_keys()]
         for key in tqdm(keys, desc="Capturing choices and drafts", unit="graph", disable=None):
-            if self._drafts is not None and isinstance(key, DraftKey):
-                self._drafts.capture(key, self._drafting(key))
-            elif isinstance(key, ChoiceKey):
+            if isinstance(key, DraftKey):
+                self._captured.capture(key, self._drafting(key))
+            else:
                 last = [self._kept_of(key).last_rows]
-                self._choices.capture(key, self._choosing(key), last)
+                self._captured.capture(key, self._choosing(key), last)
         seconds = time.perf_counter() - started
         logger.info("captured %d graphs of choices and drafts in %.1f s", len(keys), seconds)
+
+    def release(self) -> None:
+        self._target.release()
+        self._captured.release()
 
     def _rehearse(self) -> None:
         """After the layers, run once what needs the most memory, without capturing it."""
@@ -126,33 +169,42 @@ class StepGraphs:
             for key in self._keys_of_drafts(self._target.largest)[-1:]:
                 self._drafting(key)()
 
-    def choose(self, step: StepInput) -> tuple[Verified, torch.Tensor] | None:
+    def _replay_choice(
+        self, step: StepInput, graph: GraphKey
+    ) -> tuple[Verified, torch.Tensor] | None:
         """The step's tokens and `last_rows`, after the graph of its layers; None if no graph
         chooses them: where the host has a say, or sequences are in their prompts.
         """
-        graph, plan = step.graph, step.sample
-        if graph is None or not step.decodes or not plan.is_plain or plan.kind is None:
+        plan = step.sample
+        if not step.decodes or not plan.is_plain or plan.kind is None:
             return None
         key = ChoiceKey(graph.batch_size, graph.query_len, plan.kind)
-        if key not in self._choices:
+        if key not in self._captured:
             return None
         kept, count = self._kept_of(graph), len(plan.states)
-        self._sampler.update()
+        self._decode_sampler.update()
         if plan.synthetic is not None:
             kept.accepted[:count] = plan.synthetic.counts
-        tokens, accepted, last_rows = (t[:count] for t in self._choices.replay(key))
+        tokens, accepted, last_rows = (t[:count] for t in self._captured.replay(key))
         return Verified(tokens, tokens, accepted, None, []), last_rows
 
-    def keep(self, graph: GraphKey, last_rows: torch.Tensor) -> None:
-        """Pass on the `last_rows` of a step whose tokens no graph chose to that of its drafts."""
-        self._kept_of(graph).last_rows[: len(last_rows)] = last_rows
+    def _key_of_drafts(self, step: StepInput, num_drafts: int | None) -> DraftKey | None:
+        """The graph that makes the step's drafts, if it is known how many there are."""
+        if step.graph is None or step.next_token_ids is None or step.sampled is not None:
+            return None
+        if num_drafts is None or num_drafts not in self._draft_numbers:
+            return None
+        key = DraftKey(step.graph, num_drafts, step.sample.rows is not None and num_drafts > 0)
+        return key if key in self._captured else None
 
-    def release(self) -> None:
-        """Drop all graphs."""
-        self._target.release()
-        self._choices.release()
-        if self._drafts is not None:
-            self._drafts.release()
+    def _replay_drafts(
+        self, key: DraftKey, num_sequences: int, num_drafts: int, guide: Guide | None
+    ) -> tuple[Proposal, bool]:
+        """The drafts of the graph's first sequences, valid until the next ones."""
+        assert num_drafts == key.num_drafts
+        assert guide is None
+        drafts = (kept[:num_sequences] for kept in self._captured.replay(key))
+        return Proposal(*drafts), True
 
     def _choice_keys(self) -> Iterator[ChoiceKey]:
         bound = self._target.plan.context_bounds[0]
@@ -166,7 +218,9 @@ class StepGraphs:
             yield from self._keys_of_drafts(graph)
 
     def _keys_of_drafts(self, graph: GraphKey) -> list[DraftKey]:
-        return [] if self._drafts is None else self._drafts.keys_of(graph)
+        """The graphs to capture behind one of the target's."""
+        kinds = [(n, r) for n in self._draft_numbers for r in ((False, True) if n else (False,))]
+        return [DraftKey(graph, num_drafts, races) for num_drafts, races in kinds]
 
     def _kept_of(self, graph: GraphKey | ChoiceKey) -> _Kept:
         key = graph.batch_size, graph.query_len
@@ -186,16 +240,19 @@ class StepGraphs:
         hidden = self._target.output(GraphKey(bucket, key.query_len)).hidden_states
         kept = self._kept_of(key)
         accepted = kept.accepted if self._synthetic and key.query_len > 1 else None
-        return lambda: self._sampler.sample(rows, hidden, key.kind, accepted)
+        return lambda: self._decode_sampler.sample(rows, hidden, key.kind, accepted)
 
-    def _drafting(self, key: DraftKey) -> Callable[[], Proposal]:
+    def _drafting(self, key: DraftKey) -> Callable[[], Sequence[torch.Tensor]]:
         """The captured work of drafts."""
         graph = key.target
         given = self._inputs.graph_input(graph.bucket, graph.query_len)
         output, kept = self._target.output(graph), self._kept_of(graph)
-        return lambda: self._proposer.propose(
-            self._verified(given, output, kept, key.races), key.num_drafts
-        )
+
+        def propose() -> Sequence[torch.Tensor]:
+            view = self._verified(given, output, kept, key.races)
+            return self._proposer.propose(view, key.num_drafts).tensors
+
+        return propose
 
     def _verified(
         self, given: GraphInput, output: ModelOutput, kept: _Kept, races: bool
@@ -210,5 +267,5 @@ class StepGraphs:
             given.next_token_ids,
             kept.last_rows,
             None,
-            self._sampler.race(given.rows) if races else None,
+            self._decode_sampler.race(given.rows) if races else None,
         )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from atom.batch import ScheduledSequence
-from atom.graphs.runner import ForwardRunner
+from atom.graphs.runner import FitOp
 from atom.graphs.staging import StagingBuffer
 from atom.model_ops.kernels.torch.gather import take_inputs
 from atom.model_ops.metadata import ModelInput
@@ -38,13 +38,11 @@ class Shape:
             in the tables.
     """
 
-    def __init__(
-        self, sequences: Sequence[ScheduledSequence], forward: ForwardRunner, ragged_len: int
-    ) -> None:
+    def __init__(self, sequences: Sequence[ScheduledSequence], fit: FitOp, ragged_len: int) -> None:
         lens = [len(s.token_ids) for s in sequences]
         starts = [s.start for s in sequences]
         count, self.longest_query = len(sequences), max(lens)
-        self.graph = forward.fit(count, self.longest_query, max(starts))
+        self.graph = fit(count, self.longest_query, max(starts))
         own = np.array(lens)
         if self.graph is not None:
             self.longest_query = self.graph.query_len

@@ -71,9 +71,8 @@ class Worker:
         self._runner = create_runner(rank, self.parts, publish)
         stages.begin("measuring memory for the KV cache")
         num_blocks = allocate_kv_cache(rank, self.parts, self._runner)
-        if self._runner.graphs is not None:
-            stages.begin("capturing graphs")
-            self._runner.graphs.capture()
+        stages.begin("capturing graphs")
+        self._runner.steps.capture()
         # On a CPU kernels are compiled before they are called.
         if self._is_gpu:
             stages.begin("warming up")
@@ -117,8 +116,7 @@ class Worker:
             # A step begins when it is launched, or when the one before it has ended.
             seconds = ended - max(started, self._ended)
         self._ended = ended
-        recorder = self.parts.recorder
-        is_usual = recorder is None or recorder.take_usual()
+        is_usual = self._runner.steps.took_usual_time()
         self.parts.drafter.observe(batch, output, seconds if is_usual else None)
         if self._threads is not None:
             self._threads.step_ended(seconds)
@@ -130,10 +128,7 @@ class Worker:
 
     def shutdown(self) -> None:
         """Run no step any more. Graphs go first, as they keep the ranks' communicators."""
-        if self._runner.graphs is not None:
-            self._runner.graphs.release()
-        if self.parts.recorder is not None:
-            self.parts.recorder.release()
+        self._runner.steps.release()
         if self.parts.grammars is not None:
             self.parts.grammars.shutdown()
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from atom.batch import ScheduledSequence
-from atom.graphs.recorded import Recording
-from atom.graphs.runner import GraphKey
 from atom.graphs.staging import ReadInPlace
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.metadata import ModelInput, ModelOutput, SamplingMetadata
@@ -36,21 +34,6 @@ class Guide(Protocol):
 
 
 @dataclass(frozen=True)
-class DraftKey:
-    """One graph of drafts.
-
-    Attributes:
-        target: the graph of the target's layers whose rows it reads.
-        num_drafts: of each sequence.
-        races: whether some drafts are not greedy.
-    """
-
-    target: GraphKey
-    num_drafts: int
-    races: bool
-
-
-@dataclass(frozen=True)
 class VerifiedStep:
     """A sampled and verified target step on the device, as input of a proposer.
 
@@ -67,12 +50,7 @@ class VerifiedStep:
         race: sampling options of the S sampled sequences, [S] each and without positions: a draft
             is the winner of the race in which the target samples its token. None when all are
             greedy. The first draft's position is `positions[last_rows] + 2`.
-        recurs: whether other steps have the same tensors, and all that differs is in them.
-        is_done: whether the proposer has done its part already, without drafts.
-        graph: the graph that makes the drafts; it reads all of this by itself, and `race` is left
-            out. None to run op by op.
         guide: drafts must follow it, where it is known before them; else None.
-        recordings: of the proposer's work on such steps, by the number of drafts.
     """
 
     sequences: Sequence[ScheduledSequence]
@@ -82,17 +60,11 @@ class VerifiedStep:
     last_rows: torch.Tensor
     sampled: torch.Tensor | None
     race: SamplingMetadata | None = None
-    recurs: bool = False
-    is_done: bool = False
-    graph: DraftKey | None = None
     guide: Guide | None = None
-    recordings: dict[Hashable, Recording[Any]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """All tensors, of a step that recurs."""
+        """All that a proposer reads, but for a guide's."""
         rows = self.model_input.input_ids, self.model_input.positions, self.next_token_ids
         output = self.model_output.hidden_states, *self.model_output.aux_hidden_states
         race = () if self.race is None else self.race.tensors

@@ -1,4 +1,4 @@
-"""Combines a proposer (device), a lookup (host) and a rule for the number of drafts."""
+"""Combines a proposer's drafts, a lookup's (host) and a rule for the number of drafts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import msgspec
 import numpy as np
 
 from atom.batch import ScheduledBatch, StepOutput
-from atom.graphs.recorded import StepRecorder
-from atom.graphs.runner import GraphKey
 from atom.sampling.rows import SequenceState
-from atom.spec_decode.base import DraftKey, Proposal, Proposer, VerifiedStep
-from atom.spec_decode.draft_graphs import DraftGraphs
+from atom.spec_decode.base import Proposer
 from atom.spec_decode.draft_length import (
     Candidates,
     DraftLength,
@@ -22,7 +19,6 @@ from atom.spec_decode.draft_length import (
 )
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
 from atom.spec_decode.made_drafts import NO_DRAFTS, by_sequence, replaced
-from atom.spec_decode.recorded_drafts import RecordedDrafts, with_own_metadata
 from atom.spec_decode.rest import Rest
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
@@ -62,8 +58,8 @@ class Drafter:
         grammars: drafts for sequences with grammars; None if they have those of others alone.
         waiting_is_free: whether a host sync costs nothing (the device is the CPU).
         is_ahead: whether steps are launched before the results of the last one are read.
-        recorder: replays the proposer's work in steps that recur.
-        graphs: have the proposer's work in steps whose layers are in graphs.
+        rests: whether steps in which nothing pays are spared; only where they are recorded, since
+            others take longer by more than a rest saves.
     """
 
     def __init__(
@@ -76,8 +72,7 @@ class Drafter:
         *,
         waiting_is_free: bool,
         is_ahead: bool = False,
-        recorder: StepRecorder | None = None,
-        graphs: DraftGraphs | None = None,
+        rests: bool = False,
     ) -> None:
         self.proposer = proposer
         self.source = source
@@ -88,13 +83,10 @@ class Drafter:
         self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
         self.lost_ahead: list[float] = []
         self._is_ahead = is_ahead
-        self._recorded = None if recorder is None else RecordedDrafts(recorder, proposer)
-        self._graphs = graphs
         self._lookup = lookup
         self._length = length
         self._learns = self.looks or length is not None
-        # Only where steps are recorded: the others take longer by more than a rest saves.
-        self._rest = None if length is None or recorder is None else Rest()
+        self._rest = Rest() if length is not None and rests else None
         self._grammars = grammars
         # Of the step that was merged last.
         self._merged = DraftNumbers()
@@ -169,17 +161,6 @@ class Drafter:
             )
         return DraftNumbers(max(numbers.most, num_drafts), num_drafts, choice)
 
-    def graph_for(self, target: GraphKey, numbers: DraftNumbers, *, races: bool) -> DraftKey | None:
-        """The graph that makes the drafts of the step that begins; None if there is none.
-
-        Args:
-            target: the graph of the target's layers.
-            races: whether some sequences are not greedy.
-        """
-        if self._graphs is None:
-            return None
-        return self._graphs.find(target, numbers.made, races=races)
-
     def grammar_drafts(
         self, rows: Sequence[int], states: Sequence[SequenceState]
     ) -> AbstractContextManager[GrammarDrafts | None]:
@@ -226,30 +207,6 @@ class Drafter:
             each = now if drafts is None else later
             found.append(each if each.score > rival else None)
         return found
-
-    def propose(self, step: VerifiedStep | None, numbers: DraftNumbers) -> Proposal | None:
-        """The proposer's drafts; None when it makes none.
-
-        Args:
-            step: None when the proposer reads no steps.
-        """
-        if step is None or step.is_done:
-            return None
-        count = numbers.made
-        if self._graphs is not None and step.graph is not None:
-            return self._graphs.replay(step.graph, len(step.last_rows))
-        if self._recorded is None:
-            return self.proposer.propose(step, count)
-        if not step.recurs:
-            # Its layout may be of the steps to come, too, with other lengths.
-            return self.proposer.propose(with_own_metadata(step), count)
-        return self._recorded.propose(step, count)
-
-    def was_replayed(self, step: VerifiedStep) -> bool:
-        """Whether the proposer's part of the step was, which `propose` has just run."""
-        if self._recorded is not None and step.recurs:
-            return self._recorded.was_replayed
-        return self._graphs is not None and step.graph is not None
 
     def merge(
         self,

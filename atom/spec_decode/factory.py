@@ -15,7 +15,6 @@ from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.spec_decode.base import Lookahead, NullProposer, Proposer
 from atom.spec_decode.cuts import CutToLongest
-from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.draft_length import DraftLength
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.first_runs import FirstRuns
@@ -68,7 +67,6 @@ def create_drafter(
     waiting_is_free: bool,
     is_ahead: bool,
     recorder: StepRecorder | None,
-    graphs: DraftGraphs | None = None,
     grammars: bool = True,
 ) -> Drafter:
     """Create the drafter: proposer, lookup, grammars and draft length.
@@ -81,7 +79,6 @@ def create_drafter(
         waiting_is_free: whether the device is the CPU, where a host sync costs nothing.
         is_ahead: whether steps are launched before it is known what the last one drafts.
         recorder: replays steps that recur; None if every step runs op by op.
-        graphs: have the proposer's work where steps are replayed from graphs.
         grammars: whether grammars draft, too.
     """
     if options is None:
@@ -116,8 +113,7 @@ def create_drafter(
         _grammar_drafter(most, is_free=waiting_is_free and not captured) if grammars else None,
         waiting_is_free=waiting_is_free,
         is_ahead=is_ahead,
-        recorder=recorder,
-        graphs=graphs,
+        rests=recorder is not None,
     )
 
 

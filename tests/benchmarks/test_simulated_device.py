@@ -23,7 +23,7 @@ from atom.messages import EngineRequest, SequenceOutput
 from atom.model_engine import planned_graphs
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
-from atom.model_engine.step_graphs import ChoiceKey
+from atom.model_engine.step_graphs import ChoiceKey, StepGraphs
 from atom.model_engine.worker import Worker
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
@@ -216,11 +216,12 @@ def graphed_worker(config: EngineConfig, patch: pytest.MonkeyPatch) -> Worker:
     with patch.context() as context:
         context.setattr(planned_graphs, "capture_backend", lambda _: IdleBackend())
         worker = Worker(config)
-    graphs = worker._runner.graphs
-    assert graphs is not None
+    graphs = worker._runner.steps
+    assert isinstance(graphs, StepGraphs)
     with torch.inference_mode():
-        for key, (tokens, accepted, *_) in graphs._choices._kept.items():
-            assert isinstance(key, ChoiceKey)
+        for key, (tokens, accepted, *_) in graphs._captured._kept.items():
+            if not isinstance(key, ChoiceKey):
+                continue
             tokens.fill_(TOKEN)
             accepted.fill_(key.query_len - 1)
     return worker

@@ -64,7 +64,7 @@ class Pair:
         device = (platform or cpu_platform()).device
         plan = GraphPlan(self.backend, SIZES, BOUNDS, BLOCK_SIZE, device)
         self.runner = GraphRunner(self.graphed.model.forward, plan, QUERY_LENS)
-        inputs = self.graphed.run_with(self.runner, plan)
+        inputs = self.graphed.run_with(self.graphed.model.forward, self.runner)
         self.runner.capture(lambda *key: inputs.graph_input(*key).read)
 
     def step(self, tokens: dict[str, list[int]]) -> ModelOutput:

@@ -24,9 +24,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from atom.graphs.capture import Bucket, GraphPlan, ReexecuteBackend
+from atom.graphs.captured import CapturedWork
 from atom.graphs.runner import GraphKey, GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
+from atom.model_engine.step_graphs import DraftKey
 from atom.model_engine.step_places import GraphInput
 from atom.model_loader.drafts.tokenizer import TokenMaps
 from atom.model_ops.layer_context import LayerContext
@@ -50,11 +52,10 @@ from atom.platform import Platform
 from atom.sampling.decode_rows import KINDS, DecodeRows, DecodeSampler
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
-from atom.spec_decode.base import DraftKey, Proposer, VerifiedStep
+from atom.spec_decode.base import Proposer, VerifiedStep
 from atom.spec_decode.block_proposer import BlockProposer
 from atom.spec_decode.chain_proposer import ChainProposer
 from atom.spec_decode.choice import DraftChoice
-from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.draft_model import DraftModelChain
 from atom.spec_decode.eagle3 import Eagle3Chain
 from atom.spec_decode.mtp import MTPChain
@@ -180,7 +181,7 @@ def test_a_target_asks_the_device_for_nothing(
 def check_drafts(proposer: Proposer, context: LayerContext, width: int, aux: int) -> None:
     """All that a proposer does after a step: its first pass, the chain, what is left without."""
     plan = plan_of(context)
-    graphs = DraftGraphs(plan.backend, (0, 4))
+    graphs = CapturedWork(plan.backend)
     hidden = torch.zeros(12, width, device=context.device)
 
     def step(key: DraftKey) -> VerifiedStep:
@@ -201,9 +202,9 @@ def check_drafts(proposer: Proposer, context: LayerContext, width: int, aux: int
 
     with torch.inference_mode(), nothing_from_the_host():
         for bucket in plan.buckets():
-            for key in graphs.keys_of(GraphKey(bucket, 3)):
-                graphs.capture(key, lambda key=key: proposer.propose(step(key), key.num_drafts))
-    assert graphs.find(GraphKey(next(plan.buckets()), 3), 4, races=True) is not None
+            for num_drafts, races in ((0, False), (4, False), (4, True)):
+                key = DraftKey(GraphKey(bucket, 3), num_drafts, races)
+                graphs.capture(key, lambda k=key: proposer.propose(step(k), k.num_drafts).tensors)
 
 
 @pytest.mark.parametrize("kind", EAGLE_DRAFTS)

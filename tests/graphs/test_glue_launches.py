@@ -47,10 +47,10 @@ from atom.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from atom.sampling.decode_rows import DecodeSampler
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
+from atom.sampling.sampler import Sampler
 from atom.spec_decode.base import NullProposer, Proposer
 from atom.spec_decode.chain_proposer import ChainProposer
 from atom.spec_decode.choice import DraftChoice
-from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.eagle3 import Eagle3Chain
 
 pytest.importorskip("triton")
@@ -191,12 +191,10 @@ def step_launches(
     backend = CountingBackend(seen)
     plan = GraphPlan(backend, (size,), (CONTEXT,), BLOCK_SIZE, META)
     proposer: Proposer = NullProposer()
-    drafts = None
     if num_drafts:
         aux = model.default_aux_layer_ids()
         model.set_aux_layer_ids(aux)
         proposer = proposer_of(raw, draft_class, aux, context)
-        drafts = DraftGraphs(backend, (num_drafts,))
     ops = SamplingOps.resolve(context.ops, config.vocab_size)
     rows = SamplingRows(64, config.vocab_size, frozenset(), META, None)
     greedily = model.output_head.choose_greedily if num_ranks > 1 else None
@@ -204,9 +202,10 @@ def step_launches(
     graphs = StepGraphs(
         GraphRunner(model.forward, plan, (1 + num_drafts,)),
         cast(InputBuilder, inputs),
+        cast(Sampler, None),  # only captures
         DecodeSampler(model.compute_logits, rows, ops, group, greedily),
         proposer,
-        drafts,
+        (num_drafts,) if num_drafts else (),
         synthetic=False,
     )
     graphs.capture()

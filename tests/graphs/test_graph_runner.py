@@ -150,13 +150,13 @@ def test_padding_repeats_the_last_token(tmp_path: Path) -> None:
     checkpoints.llama(tmp_path)
     pair = Pair(tmp_path)
     seen: list[ModelInput] = []
-    forward = pair.runner._forward
+    forward = pair.runner.forward
 
     def watched(model_input: ModelInput) -> ModelOutput:
         seen.append(model_input)
         return forward(model_input)
 
-    pair.runner._forward = watched
+    pair.runner.forward = watched
     pair.step({name: prompt(5, seed=i) for i, name in enumerate("abc")})
     pair.step({"a": [7, 8, 9], "b": [4], "c": [5, 6]})
     assert pair.backend.replays[-1] == (Bucket(4, 16), 3)
@@ -204,5 +204,5 @@ def test_a_capture_computes_what_is_derived_from_its_metadata() -> None:
     key = runner.fit(2, 1, 9)
     assert key is not None
     with torch.inference_mode():
-        output = runner.run(ModelInput(ids, ids, attention), key)
+        output = runner.replay(key, 2)
     assert output.hidden_states.tolist() == [[14], [18]]

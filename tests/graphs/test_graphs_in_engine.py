@@ -124,7 +124,7 @@ def test_a_captured_chain_proposes_the_same_drafts(
     graphed.shutdown()
     ended = graphed.engine.core.executor
     assert not ended.parts.graphs._replays, "communicators cannot end while graphs hold them"
-    assert not ended.parts.draft_graphs._work._replays
+    assert not ended._runner.steps._captured._replays
 
 
 @pytest.mark.parametrize(("method", "overlap"), [("mha", None), ("mha", True), ("suffix", None)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
 from atom.graphs.recorded import StepRecorder
+from atom.model_engine.recorded_steps import RecordedSteps
 from atom.model_engine.worker import Worker
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
 from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
-from atom.spec_decode.draft_length import Candidates, Choice, DraftNumbers, Verification
-from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.draft_length import Candidates, Choice, Verification
 from atom.spec_decode.rest import Rest
 
 pytestmark = pytest.mark.skipif(
@@ -188,11 +187,10 @@ class DerivingProposer(NullProposer):
 def test_what_a_recording_derived_is_derived_again() -> None:
     """Where the recording fails, and the same step runs op by op."""
     recorder = StepRecorder()
-    drafter = Drafter(
-        DerivingProposer(Lookahead(1)), "", None, None, waiting_is_free=True, recorder=recorder
-    )
+    nothing: Any = None
+    steps = RecordedSteps(recorder, nothing, nothing, DerivingProposer(Lookahead(1)))
     step = step_of([Part(2, 0, [0])], [torch.zeros(2, 1)], [1234, 5678], [1], 4)
-    proposal = drafter.propose(replace(step, recurs=True), DraftNumbers(1, 1))
-    assert proposal is not None
+    proposal, replayed = steps._propose_recorded(step, {}, 1, None)
+    assert not replayed
     assert recorder._refused
     assert proposal.token_ids.tolist() == [[5678]]

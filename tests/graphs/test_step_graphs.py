@@ -160,8 +160,8 @@ def test_memory_is_measured_of_the_dearest_choice(
     engine = create_engine(folders[0], cudagraph_capture_sizes=[2, 4])
     executor = engine.engine.core.executor
     assert isinstance(executor, Worker)
-    graphs, keys = executor._runner.graphs, []
-    assert graphs is not None
+    graphs, keys = executor._runner.steps, []
+    assert isinstance(graphs, step_graphs.StepGraphs)
     monkeypatch.setattr(graphs, "_choosing", lambda key: lambda: keys.append(key))
     graphs._rehearse()
     assert keys == [ChoiceKey(4, 1, KINDS[-1])]
@@ -204,8 +204,8 @@ def test_sizes_that_are_all_beyond_a_choice(
         engine = create_engine(folders[0], block_size=16, cudagraph_capture_sizes=[16])
     executor = engine.engine.core.executor
     assert isinstance(executor, Worker)
-    assert executor._runner.graphs is not None
-    executor._runner.graphs._rehearse()
+    assert isinstance(executor._runner.steps, step_graphs.StepGraphs)
+    executor._runner.steps._rehearse()
     assert launched_by(engine, backend.launches, {"temperature": 0.7, "seed": 1})["replay"] == 1
     assert generate(engine, params("warm")) == expected
 

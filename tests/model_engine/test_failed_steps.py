@@ -23,6 +23,7 @@ from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import EngineDeadError, RequestFailedError
 from atom.model_engine import kv_memory
+from atom.model_engine.step_runner import ComputedStep
 
 PROMPTS = [*PROMPTS[:5], *PROMPTS[10:12]]
 METHODS: dict[str, dict[str, Any]] = {
@@ -64,10 +65,10 @@ def checkpoints(
 def break_steps(monkeypatch: pytest.MonkeyPatch, llm: LLM, raises: Raises, when: str) -> None:
     """Have steps raise what `raises` says of their batches.
 
-    That is before the step, in the drafter (the tokens are remembered by then), or after it all.
+    That is before the step, while drafts are made, or after it all.
     """
     runner: Any = llm.engine.core.executor._runner  # type: ignore[attr-defined]
-    launch, propose = runner.launch, runner._drafter.propose
+    launch, draft = runner.launch, ComputedStep.draft
 
     def broken(batch: ScheduledBatch) -> LaunchedStep:
         error = raises(batch)
@@ -76,16 +77,14 @@ def break_steps(monkeypatch: pytest.MonkeyPatch, llm: LLM, raises: Raises, when:
         if when == "before":
             raise error
 
-        def broken_propose(*args: Any) -> None:
-            propose(*args)
+        def broken_draft(*args: Any) -> None:
+            draft(*args)
             raise error
 
-        if when == "drafting":
-            runner._drafter.propose = broken_propose
-        try:
+        with monkeypatch.context() as patch:
+            if when == "drafting":
+                patch.setattr(ComputedStep, "draft", broken_draft)
             launched = launch(batch)
-        finally:
-            runner._drafter.propose = propose
 
         def collect() -> StepOutput:
             launched.collect()

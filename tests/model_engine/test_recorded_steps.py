@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
 from atom.model_engine.worker import Worker
+from atom.model_ops.kernels.native.bindings import listening
 from atom.model_ops.kernels.native.build import native_build
 
 REASON = native_build().reason
@@ -36,11 +37,11 @@ class Names(TorchDispatchMode):
         super().__init__()
         self.seen: set[str] = set()
 
-    def watch(self, work: Callable[..., Any], recurs: Callable[..., bool]) -> Callable[..., Any]:
-        """`work`, watched where `recurs` is true of its arguments."""
+    def watch(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """`work`, watched where it is recorded."""
 
         def watched(*args: Any) -> Any:
-            with self if recurs(*args) else nullcontext():
+            with nullcontext() if listening.listener is None else self:
                 return work(*args)
 
         return watched
@@ -96,10 +97,9 @@ def test_torch_is_asked_for_views_and_copies_only(
     assert isinstance(worker, Worker)
     assert worker.parts.recorder is not None
     names, runner, proposer = Names(), worker._runner, worker.parts.proposer
-    assert runner._recorded is not None
-    compute = names.watch(runner._recorded._compute, lambda step, _: step.recurs)
-    propose = names.watch(proposer.propose, lambda step, _: step.recurs)
-    monkeypatch.setattr(runner._recorded, "_compute", compute)
+    compute = names.watch(runner.steps._compute)
+    propose = names.watch(proposer.propose)
+    monkeypatch.setattr(runner.steps, "_compute", compute)
     monkeypatch.setattr(proposer, "propose", propose)
     before = len(worker.parts.recorder._programs)
     before_run = engine.engine.core.stats
@@ -116,10 +116,8 @@ def test_torch_is_asked_for_views_and_copies_only(
     assert stats.num_draft_steps == (stats.num_decode_steps if has_draft else 0)
     assert (stats.num_replayed_draft_steps > before_run.num_replayed_draft_steps) == has_draft
     replayed = stats.num_replayed_decode_steps, stats.num_replayed_draft_steps
-    monkeypatch.setattr(runner, "_recorded", None)
-    monkeypatch.setattr(runner, "_recorded", None)
+    monkeypatch.setattr(runner, "steps", runner.steps.without_draft_replay())
     monkeypatch.setattr(runner.inputs, "_step_tables", None)
-    monkeypatch.setattr(worker.parts.drafter, "_recorded", None)
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     assert recorded == [output.outputs[0].token_ids for output in outputs]
     stats = engine.engine.core.stats

@@ -169,7 +169,7 @@ def test_recorded_steps_choose_the_tokens_of_others(
     assert replayed > 0
     worker = engine.engine.core.executor
     assert isinstance(worker, Worker)
-    monkeypatch.setattr(worker._runner, "_recorded", None)
+    monkeypatch.setattr(worker._runner, "steps", worker._runner.steps.without_draft_replay())
     monkeypatch.setattr(worker._runner.inputs, "_step_tables", None)
     again = engine.generate([TOKENS], greedy, use_tqdm=False)[0].outputs[0].token_ids
     assert engine.engine.core.stats.num_replayed_decode_steps == replayed

@@ -13,11 +13,11 @@ import torch
 from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
 from atom.config import ModelOptions
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
-from atom.graphs.capture import GraphPlan
-from atom.graphs.runner import EagerRunner, ForwardRunner
+from atom.graphs.runner import ForwardOp, GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_engine.input_builder import InputBuilder
+from atom.model_engine.step_runner import runs_op_by_op
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
@@ -84,7 +84,7 @@ class ModelBench:
         self.block_size = block_size
         self.device = (platform or cpu_platform()).device
         self._max_model_len = max_model_len
-        self.inputs = self.run_with(EagerRunner(self.model.forward))
+        self.inputs = self.run_with(self.model.forward)
         cache = PagedCache(attention_layers(self.model), block_size, dtype, self.device)
         self.pools = cache.allocate_kv_cache_tensors(num_blocks)
         bind_kv_caches(self.model, [cache])
@@ -97,16 +97,16 @@ class ModelBench:
         self._new: list[NewSequence] = []
         self._free = random.Random(0).sample(range(num_blocks), num_blocks)
 
-    def run_with(self, runner: ForwardRunner, plan: GraphPlan | None = None) -> InputBuilder:
-        """Run the model's layers so from now on."""
-        self.runner = runner
+    def run_with(self, forward: ForwardOp, graphs: GraphRunner | None = None) -> InputBuilder:
+        """Run the model's layers so from now on, or replay graphs where they fit."""
+        self.forward, self.graphs = forward, graphs
         vocab_size = self.model.token_embedding.vocab_size
         grammars = GrammarCache(NoGrammars())
         rows = SamplingRows(MAX_SEQS, vocab_size, frozenset(), self.device, grammars)
         self.inputs = InputBuilder(
-            runner,
+            runs_op_by_op if graphs is None else graphs.fit,
             Sampler(self.model.compute_logits, rows, vocab_size, self.device),
-            plan,
+            None if graphs is None else graphs.plan,
             max_num_tokens=512,
             max_num_seqs=MAX_SEQS,
             max_model_len=self._max_model_len,
@@ -122,7 +122,10 @@ class ModelBench:
         parts = [self._schedule(name, ids) for name, ids in tokens.items()]
         step = self.inputs.build(ScheduledBatch(parts, self._new, []))
         self._new = []
-        self.output = self.runner.run(step.model_input, step.graph)
+        if self.graphs is not None and step.graph is not None:
+            self.output = self.graphs.replay(step.graph, len(step.model_input.input_ids))
+        else:
+            self.output = self.forward(step.model_input)
         logits = self.model.compute_logits(self.output.hidden_states)
         # In a graph rows of padding follow a sequence's own.
         lens = step.model_input.attention.query_lens_cpu

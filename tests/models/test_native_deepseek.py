@@ -14,7 +14,6 @@ from models.checkpoints import prompt
 from models.harness import ModelBench
 from transformers import DeepseekV3Config
 
-from atom.graphs.runner import EagerRunner
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.program import Arena, record
 from atom.model_ops.layer_context import LayerContext
@@ -113,7 +112,7 @@ def test_a_step_is_one_program(make: partial[checkpoints.Checkpoint], tmp_path: 
         seen.append(model_input)
         return bench.model.forward(model_input)
 
-    bench.run_with(EagerRunner(forward))
+    bench.run_with(forward)
     bench.step({"a": prompt(20, 1), "b": prompt(7, 2)})
     bench.step({"a": [3], "b": [4]})
     assert bench.output is not None

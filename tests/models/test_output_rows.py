@@ -48,10 +48,7 @@ class Selecting:
     def _count(self, _: Any, args: tuple[Any, ...]) -> None:
         self.mlp_rows = len(args[0])
 
-    def fit(self, *_: Any) -> None:
-        return None
-
-    def run(self, model_input: ModelInput, graph: None) -> ModelOutput:
+    def forward(self, model_input: ModelInput) -> ModelOutput:
         rows = None if self._rows is None else torch.tensor(self._rows, dtype=torch.int64)
         return self._forward(replace(model_input, output_rows=rows))
 
@@ -66,7 +63,7 @@ def test_named_rows_have_the_bits_that_they_have_among_all(
     bench = ModelBench(tmp_path, dtype=dtype)
     every = bench.step({"all": prompt(21)})["all"]
     runner = Selecting(bench, rows)
-    bench.runner = runner
+    bench.forward = runner.forward
     found = bench.step({"some": prompt(21)})["some"]
     assert runner.mlp_rows == len(rows)
     assert torch.equal(found[rows], every[rows])
@@ -79,7 +76,7 @@ def test_an_asked_output_of_the_last_layer_has_all_rows(tmp_path: Path) -> None:
     bench.step({"all": prompt(21)})
     assert bench.output is not None
     (every,) = bench.output.aux_hidden_states
-    bench.runner = Selecting(bench, [20])
+    bench.forward = Selecting(bench, [20]).forward
     bench.step({"some": prompt(21)})
     assert torch.equal(bench.output.aux_hidden_states[0], every)
 

@@ -13,7 +13,6 @@ from atom.batch import (
     SequenceResult,
     StepOutput,
 )
-from atom.graphs.recorded import StepRecorder
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Lookahead, NullProposer
 from atom.spec_decode.draft_length import Candidates, Choice
@@ -115,7 +114,7 @@ def drafter_of(length: Idle, recent: RecentOutputs | None) -> Drafter:
     proposer = NullProposer(Lookahead(3))
     proposer.reads_steps = True
     lookup = SuffixLookup("lookup", 3, recent)
-    return Drafter(proposer, "draft", lookup, length, waiting_is_free=True, recorder=StepRecorder())
+    return Drafter(proposer, "draft", lookup, length, waiting_is_free=True, rests=True)
 
 
 def step(drafter: Drafter, batch: ScheduledBatch, outputs: list[int], seconds: float) -> bool:

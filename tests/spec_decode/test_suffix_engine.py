@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
 from atom.batch import ScheduledBatch, ScheduledSequence
-from atom.graphs.recorded import StepRecorder
 from atom.messages import EngineRequest
 from atom.spec_decode.base import Lookahead, NullProposer, Proposer
 from atom.spec_decode.draft_length import Candidates, Choice
@@ -179,7 +178,7 @@ def test_the_lookup_rests_where_no_drafts_pay(reads: bool) -> None:
         Fixed("lookup", 15),
         Scripted(*asked),
         waiting_is_free=True,
-        recorder=StepRecorder(),
+        rests=True,
     )
     drafter._accepted = 1.0
     sequence = ScheduledSequence("one", 0, [5], 0, [], 1, wants_sample=True)

@@ -268,8 +268,8 @@ class _FirstRank:
         )
 
     def _plan_graphs(self) -> tuple[Graphs, int]:
-        graphs = self._runner.graphs
-        if graphs is None:
+        steps = self._runner.steps
+        if not any(steps.num_graphs):
             return Graphs(), 0
         launches: list[int] = []
 
@@ -279,8 +279,8 @@ class _FirstRank:
             launches.append(self._meter.launches.total - before)
             return peak
 
-        num_bytes = graphs.estimate_bytes(peak_of)
-        return Graphs(*graphs.num_graphs, *launches), num_bytes
+        num_bytes = steps.estimate_graph_bytes(peak_of)
+        return Graphs(*steps.num_graphs, *launches), num_bytes
 
     def _size(
         self, builders: Sequence[KVCacheBuilder], buffers: int, steps: int, graphs: int
