@@ -16,7 +16,6 @@ from atom.model_engine.rank_parts import RankParts
 from atom.model_engine.recorded_steps import RecordedSteps
 from atom.model_engine.step_graphs import StepGraphs
 from atom.model_engine.step_runner import StepRunner, runs_op_by_op
-from atom.sampling.decode_rows import DecodeSampler
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
@@ -42,7 +41,7 @@ def create_runner(
     sampler = _create_sampler(rank, parts, rows, ops)
     carried = _create_carried(rank, parts)
     inputs = _create_inputs(rank, parts, sampler, carried)
-    steps = _create_steps(rank, parts, rows, ops, sampler, inputs)
+    steps = _create_steps(rank, parts, sampler, inputs)
     return ModelRunner(inputs, steps, sampler, parts.drafter, publish, carried)
 
 
@@ -100,25 +99,16 @@ def _create_inputs(
 
 
 def _create_steps(
-    rank: Rank,
-    parts: RankParts,
-    rows: SamplingRows,
-    ops: SamplingOps,
-    sampler: Sampler,
-    inputs: InputBuilder,
+    rank: Rank, parts: RankParts, sampler: Sampler, inputs: InputBuilder
 ) -> StepRunner:
     if parts.recorder is not None:
         return RecordedSteps(parts.recorder, parts.model.forward, sampler, parts.proposer)
     if parts.graphs is None:
         return StepRunner(parts.model.forward, sampler, parts.proposer)
-    decode_sampler = DecodeSampler(
-        parts.model.compute_logits, rows, ops, rank.place.tensor, _greedy_choice(rank, parts)
-    )
     return StepGraphs(
         parts.graphs,
         inputs,
         sampler,
-        decode_sampler,
         parts.proposer,
         draft_numbers(rank, parts.proposer),
         synthetic=rank.config.synthetic_acceptance_length is not None,

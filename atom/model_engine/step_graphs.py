@@ -27,7 +27,7 @@ from atom.model_engine.input_builder import InputBuilder, StepInput
 from atom.model_engine.step_places import GraphInput
 from atom.model_engine.step_runner import ComputedStep, StepRunner, TargetStep
 from atom.model_ops.metadata import ModelInput, ModelOutput
-from atom.sampling.decode_rows import KINDS, DecodeRows, DecodeSampler
+from atom.sampling.decode_rows import KINDS, DecodeRows
 from atom.sampling.rows import Needs
 from atom.sampling.sampler import Sampler, Verified
 from atom.spec_decode.base import Guide, Proposal, Proposer, VerifiedStep
@@ -73,7 +73,6 @@ class StepGraphs(StepRunner):
 
     Args:
         target: the layers' graphs.
-        decode_sampler: what graphs of choices capture.
         draft_numbers: of drafts to capture the proposer's work for; none if it runs op by op.
         synthetic: whether acceptance is.
     """
@@ -83,7 +82,6 @@ class StepGraphs(StepRunner):
         target: GraphRunner,
         inputs: InputBuilder,
         sampler: Sampler,
-        decode_sampler: DecodeSampler,
         proposer: Proposer,
         draft_numbers: tuple[int, ...],
         *,
@@ -92,7 +90,6 @@ class StepGraphs(StepRunner):
         super().__init__(target.forward, sampler, proposer)
         self._target = target
         self._inputs = inputs
-        self._decode_sampler = decode_sampler
         self._draft_numbers = draft_numbers
         self._synthetic = synthetic
         self._captured = CapturedWork(target.plan.backend)
@@ -182,7 +179,7 @@ class StepGraphs(StepRunner):
         if key not in self._captured:
             return None
         kept, count = self._kept_of(graph), len(plan.states)
-        self._decode_sampler.update()
+        self._sampler.update_rows()
         if plan.synthetic is not None:
             kept.accepted[:count] = plan.synthetic.counts
         tokens, accepted, last_rows = (t[:count] for t in self._captured.replay(key))
@@ -240,7 +237,7 @@ class StepGraphs(StepRunner):
         hidden = self._target.output(GraphKey(bucket, key.query_len)).hidden_states
         kept = self._kept_of(key)
         accepted = kept.accepted if self._synthetic and key.query_len > 1 else None
-        return lambda: self._decode_sampler.sample(rows, hidden, key.kind, accepted)
+        return lambda: self._sampler.sample_decode_rows(rows, hidden, key.kind, accepted)
 
     def _drafting(self, key: DraftKey) -> Callable[[], Sequence[torch.Tensor]]:
         """The captured work of drafts."""
@@ -267,5 +264,5 @@ class StepGraphs(StepRunner):
             given.next_token_ids,
             kept.last_rows,
             None,
-            self._decode_sampler.race(given.rows) if races else None,
+            self._sampler.race_of_decode_rows(given.rows) if races else None,
         )

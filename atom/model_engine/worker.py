@@ -71,7 +71,8 @@ class Worker:
         self._runner = create_runner(rank, self.parts, publish)
         stages.begin("measuring memory for the KV cache")
         num_blocks = allocate_kv_cache(rank, self.parts, self._runner)
-        stages.begin("capturing graphs")
+        if any(self._runner.steps.num_graphs):
+            stages.begin("capturing graphs")
         self._runner.steps.capture()
         # On a CPU kernels are compiled before they are called.
         if self._is_gpu:

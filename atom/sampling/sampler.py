@@ -17,7 +17,7 @@ from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.staging import ReadInPlace, StagingBuffer
 from atom.messages import TokenLogprobs
 from atom.model_ops.metadata import SamplingMetadata
-from atom.sampling.decode_rows import kind_of
+from atom.sampling.decode_rows import KINDS, DecodeRows, kind_of
 from atom.sampling.edits import EditsBuilder, LogitEdits, choose
 from atom.sampling.failure import SamplingFailedError
 from atom.sampling.logprobs import Logprobs, as_messages, compute_logprobs
@@ -233,6 +233,64 @@ class Sampler:
             own, slots = plan.penalised
             self._rows.counts.add(slots, tokens[own], accepted[own] + 1)
         return Verified(sampled, tokens, accepted, logprobs, prompt_logprobs)
+
+    def update_rows(self) -> None:
+        """Write new sequences' options to the device, after `staging.send`, as `sample` does."""
+        self._rows.update()
+
+    def sample_decode_rows(
+        self,
+        rows: DecodeRows,
+        hidden_states: torch.Tensor,
+        kind: Needs,
+        accepted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sample and verify rows without a plan of the host's, for a graph to capture.
+
+        Args:
+            hidden_states: [T, hidden].
+            kind: one of `KINDS`.
+            accepted: [B] int64, how many drafts count as accepted; None if the samples decide.
+
+        Returns:
+            Tokens [B, n] and accepted drafts [B], as in `Verified`; and [B] int64, the row from
+            which each newest token was sampled.
+        """
+        query_len = rows.query_len
+        sampled = self._choose_decode_rows(rows, hidden_states, kind)
+        tokens, matching = sampled[:, None], rows.num_drafts  # which is 0
+        if query_len > 1:
+            drafts = rows.input_ids.view(-1, query_len)[:, 1:]
+            # Padding may match, too.
+            tokens, matching = self._ops.verify_drafts(sampled, drafts, None, rows.num_drafts)
+        accepted = matching if accepted is None else accepted
+        if rows.next_token_ids is not None:
+            last_rows = self._ops.place_samples(
+                rows.next_token_ids, rows.places, sampled, accepted, None
+            )
+            return tokens, accepted, last_rows
+        if query_len == 1:
+            return tokens, accepted, rows.places
+        return tokens, accepted, rows.places[::query_len] + accepted
+
+    def race_of_decode_rows(self, rows: torch.Tensor) -> SamplingMetadata:
+        """What drafts of `rows` [B] int64 are chosen with, some of which are not greedy."""
+        return self._rows.metadata(rows, None, KINDS[-1], self._ops.sampling_options)
+
+    def _choose_decode_rows(
+        self, rows: DecodeRows, hidden_states: torch.Tensor, kind: Needs
+    ) -> torch.Tensor:
+        """[T] int64, on all ranks what the first one chooses."""
+        if not kind and self._choose_greedily is not None:
+            return self._choose_greedily(hidden_states)
+        logits = self._compute_logits(hidden_states)
+        if self._group.rank:
+            return self._group.broadcast(torch.empty_like(rows.input_ids))
+        options = SamplingMetadata()
+        if kind:
+            positions, gather = rows.positions + 1, self._ops.sampling_options
+            options = self._rows.metadata(rows.rows, positions, kind, gather, rows.query_len)
+        return self._group.broadcast(self._ops.choose_tokens(logits, options))
 
     def place(
         self, plan: SamplePlan, verified: Verified, next_token_ids: torch.Tensor

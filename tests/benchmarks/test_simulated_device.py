@@ -219,9 +219,10 @@ def graphed_worker(config: EngineConfig, patch: pytest.MonkeyPatch) -> Worker:
     graphs = worker._runner.steps
     assert isinstance(graphs, StepGraphs)
     with torch.inference_mode():
-        for key, (tokens, accepted, *_) in graphs._captured._kept.items():
+        for key, kept in graphs._captured._kept.items():
             if not isinstance(key, ChoiceKey):
                 continue
+            tokens, accepted, _ = kept
             tokens.fill_(TOKEN)
             accepted.fill_(key.query_len - 1)
     return worker

@@ -27,10 +27,9 @@ from atom.graphs.capture import ReexecuteBackend
 from atom.graphs.runner import GraphKey
 from atom.messages import EngineStats
 from atom.model_engine import planned_graphs
-from atom.model_engine.step_graphs import ChoiceKey
+from atom.model_engine.step_graphs import ChoiceKey, DraftKey
 from atom.sampling.decode_rows import KINDS
 from atom.sampling.rows import Needs
-from atom.spec_decode.base import DraftKey
 
 Folders = dict[str, Path]
 # Longer than any query of a graph, so that none replays a prompt.

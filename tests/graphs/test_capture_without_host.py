@@ -49,9 +49,10 @@ from atom.models.eagle3.llama import LlamaForCausalLMEagle3
 from atom.models.eagle3.parts import DraftParts
 from atom.models.registry import create_model
 from atom.platform import Platform
-from atom.sampling.decode_rows import KINDS, DecodeRows, DecodeSampler
+from atom.sampling.decode_rows import KINDS, DecodeRows
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
+from atom.sampling.sampler import Sampler
 from atom.spec_decode.base import Proposer, VerifiedStep
 from atom.spec_decode.block_proposer import BlockProposer
 from atom.spec_decode.chain_proposer import ChainProposer
@@ -255,16 +256,20 @@ def test_choosing_tokens_asks_the_device_for_nothing(
     ops = SamplingOps(choose_tokens=lambda scores, options: choose(scores, options)[0])
     greedily = model.output_head.choose_greedily if on_no_device.group.size > 1 else None
     ranks = [replace(on_no_device.group, rank=rank) for rank in (0, on_no_device.group.size - 1)]
-    samplers = [DecodeSampler(model.compute_logits, rows, ops, own, greedily) for own in ranks]
+    options: dict[str, Any] = {"choose_greedily": greedily}
+    samplers = [
+        Sampler(model.compute_logits, rows, vocab_size, device, ops, own, **options)
+        for own in ranks
+    ]
     each = torch.zeros(size, dtype=torch.int64, device=device)
     at = torch.zeros(size * query_len, dtype=torch.int64, device=device)
     given = DecodeRows(each, at, at, at, each, at)
     hidden = torch.zeros(size * query_len, 48, device=device)
     with nothing_from_the_host():
         for sampler, kind in product(samplers, KINDS):
-            tokens, _, _ = sampler.sample(given, hidden, kind, None)
+            tokens, _, _ = sampler.sample_decode_rows(given, hidden, kind, None)
             assert tokens.shape == (size, query_len)
-            sampler.race(each)
+            sampler.race_of_decode_rows(each)
 
 
 def test_the_host_is_noticed(on_no_device: LayerContext) -> None:

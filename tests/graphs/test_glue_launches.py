@@ -44,7 +44,6 @@ from atom.models.eagle3.deepseek import Eagle3DeepseekV2ForCausalLM
 from atom.models.eagle3.llama import LlamaForCausalLMEagle3
 from atom.models.eagle3.parts import DraftParts
 from atom.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from atom.sampling.decode_rows import DecodeSampler
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
@@ -202,8 +201,15 @@ def step_launches(
     graphs = StepGraphs(
         GraphRunner(model.forward, plan, (1 + num_drafts,)),
         cast(InputBuilder, inputs),
-        cast(Sampler, None),  # only captures
-        DecodeSampler(model.compute_logits, rows, ops, group, greedily),
+        Sampler(
+            model.compute_logits,
+            rows,
+            config.vocab_size,
+            META,
+            ops,
+            group,
+            choose_greedily=greedily,
+        ),
         proposer,
         (num_drafts,) if num_drafts else (),
         synthetic=False,

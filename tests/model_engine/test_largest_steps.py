@@ -167,9 +167,9 @@ def record_plans(monkeypatch: pytest.MonkeyPatch) -> list[SamplePlan]:
     plans: list[SamplePlan] = []
 
     class RecordingSampler(Sampler):
-        def sample(self, plan: SamplePlan, hidden_states: torch.Tensor) -> Verified:
+        def sample(self, plan: SamplePlan, *states: torch.Tensor | None) -> Verified:
             plans.append(plan)
-            return super().sample(plan, hidden_states)
+            return super().sample(plan, *states)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner_parts, "Sampler", RecordingSampler)
     return plans

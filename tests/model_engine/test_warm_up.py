@@ -18,14 +18,15 @@ from transformers import PreTrainedTokenizerFast
 
 from atom.batch import LaunchedStep, ScheduledBatch
 from atom.graphs.capture import ReexecuteBackend
-from atom.graphs.runner import GraphKey, GraphRunner
 from atom.kv_cache.base import KVCacheMemoryError
 from atom.model_engine import planned_graphs, worker
+from atom.model_engine.input_builder import StepInput
 from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.step_graphs import StepGraphs
 from atom.model_engine.warm_up import warm_up
 from atom.model_engine.warm_up_steps import StepLimits, warm_ups
 from atom.model_engine.worker import Worker
-from atom.model_ops.metadata import MAX_DECODE_QUERIES, ModelInput, ModelOutput
+from atom.model_ops.metadata import MAX_DECODE_QUERIES
 from atom.sampling.decode_rows import KINDS, kind_of
 from atom.sampling.rows import EDITS, Needs, SamplingRows, _needs_of
 
@@ -249,15 +250,15 @@ def test_graphs_are_replayed(
     options = {**draft, "block_size": 16, "overlap": True}
     expected = generate(create_engine(folders("llama"), **options), params("warm", max_tokens=8))
     replayed: list[bool] = []
-    run = GraphRunner.run
+    run = StepGraphs.run
 
-    def noted(runner: GraphRunner, model_input: ModelInput, graph: GraphKey | None) -> ModelOutput:
-        replayed.append(graph is not None)
-        return run(runner, model_input, graph)
+    def noted(runner: StepGraphs, sequences: Any, step: StepInput, *how: Any, **more: Any) -> Any:
+        replayed.append(step.graph is not None)
+        return run(runner, sequences, step, *how, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(planned_graphs, "capture_backend", lambda _: ReexecuteBackend())
-        patch.setattr(GraphRunner, "run", noted)
+        patch.setattr(StepGraphs, "run", noted)
         engine = warmed(monkeypatch, folders("llama"), **options)
     assert set(replayed) == {True, False}
     assert generate(engine, params("warm", max_tokens=8)) == expected

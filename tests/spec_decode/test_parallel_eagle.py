@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from spec_decode.draft_bench import HIDDEN, MHA, PARALLEL, VOCAB
 from spec_decode.eagle3_reference import ReferenceDraft
 
 from atom.config import ConfigError
-from atom.graphs.recorded import StepRecorder, Work
+from atom.graphs.recorded import Recording, StepRecorder, Work
 from atom.kv_cache.builders import bind_kv_caches
 from atom.model_loader.errors import WeightError
 from atom.model_loader.source import ModelSource
@@ -157,6 +158,7 @@ def test_the_first_proposal_of_all_may_be_recorded(tmp_path: Path, llama_target:
     tokens, aux = random_text()
     step = replace(step_of([Part(12, 0, [3, 9, 1, 14, 0])], aux, tokens, [11], 4), race=None)
     recorder, recorded = StepRecorder(), proposer_of(model, place=place)
+    known: dict[Hashable, Recording[Any]] = {}
 
     def replayed(num_drafts: int) -> list[list[int]]:
         work = Work(
@@ -166,7 +168,7 @@ def test_the_first_proposal_of_all_may_be_recorded(tmp_path: Path, llama_target:
             lambda: recorded.propose(step, num_drafts),
             lambda made: made.tensors,
         )
-        proposal = recorder.run(step.recordings, num_drafts, lambda: work)
+        proposal = recorder.run(known, num_drafts, lambda: work)
         return proposal.token_ids.tolist()
 
     numbers = (5, 3, 4, 5)

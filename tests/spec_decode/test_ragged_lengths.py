@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import GraphRunner
+from atom.model_engine.step_graphs import StepGraphs
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
 from atom.spec_decode.draft_length import Candidates, Choice, Verification
@@ -141,13 +142,13 @@ def test_graphs_serve_as_many_steps_as_with_equal_lengths(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: Counter[bool] = Counter()
-    run = GraphRunner.run
+    run = StepGraphs.run
 
-    def counted(self: GraphRunner, model_input: Any, graph: Any) -> Any:
-        steps[graph is not None] += 1
-        return run(self, model_input, graph)
+    def counted(runner: StepGraphs, sequences: Any, step: Any, *how: Any, **more: Any) -> Any:
+        steps[step.graph is not None] += 1
+        return run(runner, sequences, step, *how, **more)
 
-    monkeypatch.setattr(GraphRunner, "run", counted)
+    monkeypatch.setattr(StepGraphs, "run", counted)
 
     def share(**options: Any) -> float:
         engine, _ = graphed_engine(monkeypatch, folder / "llama", **options)
