@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -52,16 +53,29 @@ class ScriptWriter:
         self._pairs: set[tuple[str, str]] = set()
         self._random = random.Random(seed)
 
-    def add(self, text: str, *, thinks: bool = False) -> str:
-        """Make the model answer a text; returns the message that asks for it."""
+    def add(
+        self, text: str, *, thinks: bool = False, size: int | None = None, first: int = 0
+    ) -> str:
+        """Make the model answer a text; returns the message that asks for it.
+
+        Args:
+            size: of the tokens between markers, in bytes; any when left out.
+            first: size of the first of them, if it is another.
+        """
         key = f"<|script_{len(self.keys)}|>"
         self.keys.append(key)
         tokens = [byte_chars(b"q"), key, *([THINK] if thinks else [])]
         self._pairs.update(pairwise(tokens))
         pattern = "(" + "|".join(map(re.escape, self.markers)) + ")"
-        for part in re.split(pattern, text):
-            for token in [part] if part in self.markers else self._split(part.encode()):
-                self._append(tokens, token)
+        for part in filter(None, re.split(pattern, text)):
+            if part in self.markers:
+                pieces = iter([part])
+            elif size is None:
+                pieces = self._split(part.encode())
+            else:
+                pieces = self._cut(part.encode(), size, first or size)
+            for piece in pieces:
+                self._append(tokens, piece)
         self._append(tokens, END)
         self.scripts.append(tokens)
         return "q" + key
@@ -85,6 +99,14 @@ class ScriptWriter:
                 self.pieces[piece] = None
             yield piece
             text = text[len(piece) :]
+
+    def _cut(self, data: bytes, size: int, first: int) -> Iterator[str]:
+        text = byte_chars(data)
+        for start in (0, *range(first, len(text), size)):
+            piece = text[start : start + size] if start else text[:first]
+            if len(piece) > 1:
+                self.pieces[piece] = None
+            yield piece
 
 
 def byte_chars(data: bytes) -> str:
@@ -116,10 +138,19 @@ def write_models(writer: ScriptWriter, folder: Path) -> tuple[Path, Path]:
     """Folders of the target and its draft."""
     target, draft = folder / "target", folder / "draft"
     tokenizer = write_tokenizer(writer, target)
-    ids = [tokenizer.convert_tokens_to_ids(tokens) for tokens in writer.scripts]
-    _write_target(ids, len(tokenizer), tokenizer.eos_token_id, target)
-    _write_draft(len(tokenizer), draft)
+    _write_target(script_ids(writer, tokenizer), len(tokenizer), tokenizer.eos_token_id, target)
+    write_draft(draft, draft_config(len(tokenizer)), draft_tensors())
     return target, draft
+
+
+def script_ids(writer: ScriptWriter, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    return [tokenizer.convert_tokens_to_ids(tokens) for tokens in writer.scripts]
+
+
+def draw_directions(vocab_size: int) -> torch.Tensor:
+    """[vocab, HALF] of each token."""
+    directions = torch.randn(vocab_size, HALF, generator=torch.Generator().manual_seed(0))
+    return directions / directions.norm(dim=1, keepdim=True)
 
 
 def _write_target(scripts: list[list[int]], vocab_size: int, eos: int, folder: Path) -> None:
@@ -137,8 +168,7 @@ def _write_target(scripts: list[list[int]], vocab_size: int, eos: int, folder: P
         eos_token_id=eos,
         pad_token_id=eos,
     )
-    directions = torch.randn(vocab_size, HALF, generator=torch.Generator().manual_seed(0))
-    directions /= directions.norm(dim=1, keepdim=True)
+    directions = draw_directions(vocab_size)
     model = LlamaForCausalLM(config).to(torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -148,15 +178,15 @@ def _write_target(scripts: list[list[int]], vocab_size: int, eos: int, folder: P
         embedding[:, 1 : HALF + 1] = directions
         attention = model.model.layers[0].self_attn
         norm = math.sqrt(SIZE / 2)  # what the layer's norm multiplies an embedding by
-        attention.q_proj.weight[:, 0] = _looking_back(1) / norm
-        attention.k_proj.weight[:, 0] = _looking_back(0) / norm
-        attention.v_proj.weight.copy_(_shift() / norm)
+        attention.q_proj.weight[:, 0] = looking_back(1).repeat(HEADS) / norm
+        attention.k_proj.weight[:, 0] = looking_back(0).repeat(HEADS) / norm
+        attention.v_proj.weight.copy_(shift() / norm)
         attention.o_proj.weight.copy_(torch.eye(SIZE))
-        _teach(model.lm_head.weight, directions, scripts)
+        teach(model.lm_head.weight, directions, scripts)
     model.save_pretrained(folder)
 
 
-def _teach(head: torch.Tensor, directions: torch.Tensor, scripts: list[list[int]]) -> None:
+def teach(head: torch.Tensor, directions: torch.Tensor, scripts: list[list[int]]) -> None:
     """Make the head name what follows each pair of tokens, far ahead of all others."""
     triples = [t for s in scripts for t in zip(s, s[1:], s[2:], strict=False)]
     before, last, following = torch.tensor(triples).unbind(1)
@@ -176,8 +206,8 @@ def _teach(head: torch.Tensor, directions: torch.Tensor, scripts: list[list[int]
     raise AssertionError(f"{int(bad.sum())} pairs cannot be told apart")
 
 
-def _write_draft(vocab_size: int, folder: Path) -> None:
-    config = {
+def draft_config(vocab_size: int) -> dict[str, Any]:
+    return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": SIZE,
@@ -195,10 +225,14 @@ def _write_draft(vocab_size: int, folder: Path) -> None:
             "use_aux_hidden_state": True,
         },
     }
+
+
+def draft_tensors() -> dict[str, torch.Tensor]:
+    """Of a draft whose attention's projections have the width of heads."""
     embedded, hidden = math.sqrt(SIZE / 2), math.sqrt(SIZE / 3)  # what the norms multiply by
     identity, zero = torch.eye(SIZE), torch.zeros(SIZE, SIZE)
     only_constant = torch.zeros(SIZE, 2 * SIZE)
-    only_constant[:, 0] = _looking_back(0) / embedded
+    only_constant[:, 0] = looking_back(0).repeat(HEADS) / embedded
     kept = identity.clone()
     kept[HALF + 1 :] = 0
     tensors = {
@@ -211,22 +245,26 @@ def _write_draft(vocab_size: int, folder: Path) -> None:
         "midlayer.self_attn.k_proj": only_constant.clone(),
         # The residual is taken away; the last token comes in, the one before moves on.
         "midlayer.self_attn.v_proj": torch.cat(
-            (kept / embedded, _shift() / hidden - identity), dim=1
+            (kept / embedded, shift() / hidden - identity), dim=1
         ),
         "midlayer.self_attn.o_proj": identity,
         "midlayer.mlp.gate_proj": torch.zeros(16, SIZE),
         "midlayer.mlp.up_proj": torch.zeros(16, SIZE),
         "midlayer.mlp.down_proj": torch.zeros(SIZE, 16),
     }
+    return {f"{name}.weight": tensor for name, tensor in tensors.items()}
+
+
+def write_draft(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(
-        {f"{name}.weight": tensor.contiguous().clone() for name, tensor in tensors.items()},
+        {name: tensor.contiguous().clone() for name, tensor in tensors.items()},
         folder / "model.safetensors",
     )
 
 
-def _shift() -> torch.Tensor:
+def shift() -> torch.Tensor:
     """Moves the last token's direction to the place of the one before."""
     matrix = torch.zeros(SIZE, SIZE)
     for i in range(1, HALF + 1):
@@ -234,8 +272,7 @@ def _shift() -> torch.Tensor:
     return matrix
 
 
-def _looking_back(distance: int) -> torch.Tensor:
-    """Queries for keys of distance 0 that match best that many positions before."""
-    dim = SIZE // HEADS
+def looking_back(distance: int, dim: int = SIZE // HEADS) -> torch.Tensor:
+    """[dim] of a head's queries for keys of distance 0 that match best so many positions before."""
     angles = distance * ROPE_THETA ** (-torch.arange(0, dim, 2) / dim)
-    return SHARPNESS * torch.cat((torch.cos(angles), -torch.sin(angles))).repeat(HEADS)
+    return SHARPNESS * torch.cat((torch.cos(angles), -torch.sin(angles)))

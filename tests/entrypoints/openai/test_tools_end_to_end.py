@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import uvicorn
 from parser_texts import SPELLINGS, Call, Part, Spelling, create_parser
 from scripted import ScriptWriter, write_models
+from scripted_serving import Ask, serving, streamed, whole_answer
 
-from atom.entrypoints.openai.app import create_app
-from atom.entrypoints.openai.http.metrics import ServerMetrics
-from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
-from atom.model_engine.arg_utils import engine_config
-from atom.model_engine.async_engine import AsyncEngine
 
 NAMES = ("get_weather", "write-file")
 TOOLS: list[Any] = [
@@ -69,51 +61,6 @@ def checkpoints(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> t
     return write_models(scripts.writer, tmp_path_factory.mktemp("scripted"))
 
 
-@asynccontextmanager
-async def serving(
-    checkpoints: tuple[Path, Path], k: int, parsers: Sequence[str]
-) -> AsyncIterator[tuple[AsyncEngine, dict[str, openai.AsyncOpenAI]]]:
-    """One engine behind a server for each format."""
-    target, draft = checkpoints
-    config = engine_config(
-        model=str(target),
-        method="eagle3",
-        draft_model=str(draft),
-        num_speculative_tokens=k,
-        dtype="float32",
-        kv_cache_memory="128MB",
-        num_threads=1,
-    )
-    engine = await AsyncEngine.start(config)
-    servers, tasks, clients = [], [], {}
-    try:
-        for name in parsers:
-            options = ServerOptions(
-                served_model_names=("scripted",),
-                tool_call_parser=name,
-                reasoning_parser="think_tags",
-                enable_auto_tool_choice=True,
-                sanitize_control_tokens=False,  # messages name scripts by special tokens
-            )
-            app = create_app(engine, options, ServerMetrics())
-            sock = socket.create_server(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-            server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-            servers.append(server)
-            tasks.append(asyncio.create_task(server.serve(sockets=[sock])))
-            clients[name] = openai.AsyncOpenAI(
-                base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300
-            )
-        yield engine, clients
-    finally:
-        for client in clients.values():
-            await client.close()
-        for server in servers:
-            server.should_exit = True
-        await asyncio.gather(*tasks)
-        await engine.shutdown(0)
-
-
 def _request(message: str, thinks: bool, **fields: Any) -> dict[str, Any]:
     return {
         "model": "scripted",
@@ -123,41 +70,6 @@ def _request(message: str, thinks: bool, **fields: Any) -> dict[str, Any]:
         "extra_body": {"chat_template_kwargs": {"thinking": thinks}},
         **fields,
     }
-
-
-Ask = Callable[..., Awaitable[dict[str, Any]]]
-
-
-async def _whole(client: openai.AsyncOpenAI, **request: Any) -> dict[str, Any]:
-    choice = (await client.chat.completions.create(**request)).choices[0]
-    calls = [call.model_dump() for call in choice.message.tool_calls or ()]
-    return {
-        "content": choice.message.content or "",
-        "reasoning": (choice.message.model_extra or {}).get("reasoning_content") or "",
-        "calls": [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls],
-        "reason": choice.finish_reason,
-    }
-
-
-async def _streamed(client: openai.AsyncOpenAI, **request: Any) -> dict[str, Any]:
-    """The answer put together as OpenAI's documentation does it."""
-    said: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "reason": None}
-    async for chunk in await client.chat.completions.create(**request, stream=True):
-        (choice,) = chunk.choices
-        delta = choice.delta
-        said["content"] += delta.content or ""
-        said["reasoning"] += (delta.model_extra or {}).get("reasoning_content") or ""
-        assert delta.tool_calls is None or delta.tool_calls
-        for piece in delta.tool_calls or ():
-            assert piece.function is not None
-            if piece.id:
-                assert piece.index == len(said["calls"])
-                said["calls"].append((piece.id, piece.function.name, ""))
-            call_id, name, arguments = said["calls"][piece.index]
-            arguments += piece.function.arguments or ""
-            said["calls"][piece.index] = (call_id, name, arguments)
-        said["reason"] = choice.finish_reason or said["reason"]
-    return said
 
 
 def _expected(name: str, text: str, thinks: bool) -> dict[str, Any]:
@@ -190,7 +102,7 @@ async def test_calls_over_http(scripts: Scripts, checkpoints: tuple[Path, Path],
                 _check_call(ask, name, clients[name], *case)
                 for name, cases in scripts.by_format.items()
                 for case in cases
-                for ask in (_whole, _streamed)
+                for ask in (whole_answer, streamed)
             )
         )
         stats = engine.stats.spec_decode
@@ -213,7 +125,7 @@ async def _check_crowd(scripts: Scripts, clients: dict[str, openai.AsyncOpenAI])
     """16 streams at once say what each says alone."""
     crowd = [(name, *cases[1]) for name, cases in scripts.by_format.items()] * 4
     answers = await asyncio.gather(
-        *(_streamed(clients[name], **_request(m, thinks)) for name, m, _, thinks in crowd)
+        *(streamed(clients[name], **_request(m, thinks)) for name, m, _, thinks in crowd)
     )
     for (name, _, text, thinks), said in zip(crowd, answers, strict=True):
         _check(name, said, _expected(name, text, thinks))
@@ -222,8 +134,8 @@ async def _check_crowd(scripts: Scripts, clients: dict[str, openai.AsyncOpenAI])
 async def _check_cut(scripts: Scripts, client: openai.AsyncOpenAI) -> None:
     message, _, thinks = scripts.by_format["kimi_k2"][0]
     request = _request(message, thinks, max_completion_tokens=50)
-    whole, streamed = await _whole(client, **request), await _streamed(client, **request)
-    assert whole == streamed
+    whole = await whole_answer(client, **request)
+    assert await streamed(client, **request) == whole
     assert whole["reason"] == "length"
     ((call_id, name, arguments),) = whole["calls"]
     assert (call_id, name) == ("functions.write-file:0", "write-file")
