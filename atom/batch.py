@@ -6,11 +6,13 @@ Plain Python; tensors are in `atom.model_ops.metadata`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from atom.messages import TokenLogprobs
 from atom.sampling_params import SamplingParams
+from atom.stats import ExpectedAcceptance
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
@@ -212,3 +214,30 @@ class LaunchedStep(msgspec.Struct, frozen=True):
     collect: Callable[[], StepOutput]
     num_drafts: int = 0
     draft_source: str | None = None
+
+
+@dataclass(frozen=True)
+class Lookahead:
+    """What the scheduler needs to know about a proposer.
+
+    Attributes:
+        num_tokens: maximum drafts per step.
+        kv_depends_on_successor: whether the proposer's KV at a position depends on the next token;
+            prefix cache hashes then include the token after each block.
+        expected_acceptance: what the draft's card says that it reaches, if it does.
+        num_slots: KV slots that the proposer writes behind the newest token, if they are more than
+            the drafts.
+    """
+
+    num_tokens: int = 0
+    kv_depends_on_successor: bool = False
+    expected_acceptance: ExpectedAcceptance | None = None
+    num_slots: int = 0
+
+    @property
+    def num_reserved(self) -> int:
+        """Extra KV slots to reserve."""
+        return max(self.num_tokens, self.num_slots)
+
+
+NO_LOOKAHEAD = Lookahead()

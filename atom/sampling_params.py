@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,43 @@ LogitsProcessor = Callable[..., Any]
 
 # As `logprobs`: of the whole vocabulary.
 ALL_LOGPROBS = -1
+
+
+class Needs(enum.IntFlag):
+    """What choosing a request's tokens takes beyond argmax."""
+
+    TEMPERATURE = 1
+    TOP_K = 2
+    TOP_P = 4
+    MIN_P = 8
+    LOGPROBS = 16
+    PROMPT_LOGPROBS = 32
+    # From here on: edits of the logits.
+    GRAMMAR = 64
+    MIN_TOKENS = 128
+    BIAS = 256
+    PENALTIES = 512
+    ALLOWED = 1024
+    BAD_WORDS = 2048
+    PROCESSORS = 4096
+
+
+EDITS = (
+    Needs.GRAMMAR
+    | Needs.MIN_TOKENS
+    | Needs.BIAS
+    | Needs.PENALTIES
+    | Needs.ALLOWED
+    | Needs.BAD_WORDS
+    | Needs.PROCESSORS
+)
+
+# What looks at the tokens so far: the host must know the last one before the next is chosen, so no
+# step that samples it is launched ahead. `MIN_TOKENS` counts them, and is over once there are so
+# many.
+READS_OUTPUTS = Needs.GRAMMAR | Needs.BAD_WORDS | Needs.PROCESSORS
+# Tokens that the device counts; of drafts only the host knows which they are.
+COUNTS_OUTPUTS = Needs.PENALTIES
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True):
@@ -120,6 +158,35 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             raise ValueError(f"stop must hold non-empty strings, got {quote(self.stop)}")
         _check_tokens("stop_token_ids", self.stop_token_ids or ())
         self._check_wishes()
+
+    @property
+    def needs(self) -> Needs:
+        """What choosing its tokens takes beyond argmax."""
+        needs = Needs(0)
+        if not self.is_greedy:
+            needs |= Needs.TEMPERATURE
+            needs |= Needs.TOP_K if self.top_k > 0 else Needs(0)
+            needs |= Needs.TOP_P if self.top_p != 1 else Needs(0)
+            needs |= Needs.MIN_P if self.min_p != 0 else Needs(0)
+        if self.logprobs is not None:
+            needs |= Needs.LOGPROBS
+        if self.prompt_logprobs is not None:
+            needs |= Needs.PROMPT_LOGPROBS
+        if self.structured_output is not None:
+            needs |= Needs.GRAMMAR
+        if self.min_tokens > 0:
+            needs |= Needs.MIN_TOKENS
+        if self.logit_bias:
+            needs |= Needs.BIAS
+        if self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1:
+            needs |= Needs.PENALTIES
+        if self.allowed_token_ids is not None:
+            needs |= Needs.ALLOWED
+        if self.bad_word_ids:
+            needs |= Needs.BAD_WORDS
+        if self.logits_processors:
+            needs |= Needs.PROCESSORS
+        return needs
 
     def _check_wishes(self) -> None:
         """Check what changes the logits of single tokens."""

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from atom.batch import LaunchedStep, ScheduledBatch
+from atom.batch import LaunchedStep, Lookahead, ScheduledBatch
 from atom.bench.report import environment, write_json
 from atom.messages import EngineLimits, EngineRequest
 from atom.model_engine.arg_utils import engine_config
@@ -32,7 +32,7 @@ from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
+from atom.spec_decode.base import NullProposer, Proposal, VerifiedStep
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.suffix_lookup import SuffixLookup
 from atom.structured_output.cache import GrammarCache

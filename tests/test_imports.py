@@ -53,6 +53,12 @@ print(*(name for name in (*slow, "transformers.models", "matplotlib") if name in
     assert found.split() == []
 
 
+def test_the_scheduler_needs_no_torch() -> None:
+    """It is host code, and so are the sequences and blocks that it handles."""
+    program = "import sys; sys.modules.update(torch=None); import atom.model_engine.scheduler"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_parses_on_python_3_10() -> None:
     wrong = []
     for path in FILES:

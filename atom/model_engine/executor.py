@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from atom.batch import LaunchedStep, Orders, ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, Lookahead, Orders, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.distributed.place import Place
 from atom.distributed.stages import Stages
@@ -22,7 +22,6 @@ from atom.model_engine.worker import Worker
 from atom.model_loader.source import ModelSource
 from atom.model_ops.kernels.aiter_modules import list_builds
 from atom.sampling.failure import SamplingFailedError
-from atom.spec_decode.base import Lookahead
 from atom.structured_output.cache import GrammarCache
 
 logger = logging.getLogger(__name__)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from atom.batch import Lookahead
 from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.prefix_cache import PrefixCache
 from atom.model_engine.sequence import Sequence
-from atom.spec_decode.base import Lookahead
 
 
 class Holdings:

@@ -22,8 +22,8 @@ from atom.graphs.staging import Arriving
 from atom.model_engine.carried_rows import CarriedRows
 from atom.model_engine.input_builder import InputBuilder, StepInput
 from atom.model_engine.step_runner import ComputedStep, StepRunner
-from atom.sampling.rows import Needs
 from atom.sampling.sampler import Sampled, Sampler, Verified
+from atom.sampling_params import Needs
 from atom.spec_decode.base import Proposal
 from atom.spec_decode.draft_length import DraftNumbers
 from atom.spec_decode.drafter import Drafter, Found, Launched

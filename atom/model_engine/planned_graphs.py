@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atom.batch import Lookahead
 from atom.config import ConfigError
 from atom.graphs.capture import (
     CaptureBackend,
@@ -14,7 +15,7 @@ from atom.graphs.capture import (
 from atom.graphs.runner import GraphRunner
 from atom.model_engine.rank import Rank
 from atom.models.base import CausalLM
-from atom.spec_decode.base import Lookahead, Proposer
+from atom.spec_decode.base import Proposer
 from atom.speculative_options import MAX_SPECULATIVE_TOKENS
 
 

@@ -11,7 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from atom.batch import LaunchedStep, ScheduledBatch, ScheduledSequence, SequenceResult, StepOutput
+from atom.batch import (
+    NO_LOOKAHEAD,
+    LaunchedStep,
+    Lookahead,
+    ScheduledBatch,
+    ScheduledSequence,
+    SequenceResult,
+    StepOutput,
+)
 from atom.config import SchedulerOptions
 from atom.messages import (
     EngineLimits,
@@ -31,7 +39,6 @@ from atom.model_engine.prefix_cache import PrefixCache
 from atom.model_engine.scheduler_counts import SchedulerCounts
 from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus
 from atom.model_engine.suspects import Suspects
-from atom.spec_decode.base import NO_LOOKAHEAD, Lookahead
 
 
 class Scheduler:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from atom.batch import ScheduledBatch, StepOutput
+from atom.batch import Lookahead, ScheduledBatch, StepOutput
 from atom.messages import EngineLimits, EngineStats
 from atom.model_engine.sequence import DraftCounts, Sequence
-from atom.spec_decode.base import Lookahead
 from atom.stats import SpecDecodeCounter
 
 

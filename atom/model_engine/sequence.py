@@ -12,6 +12,7 @@ from atom.batch import LaunchedStep, ScheduledSequence, SequenceResult
 from atom.messages import EngineRequest, FinishReason, SequenceOutput, TokenLogprobs
 from atom.model_engine.block_pool import BlockHash, hash_block, root_hash
 from atom.model_engine.launched_parts import LaunchedParts
+from atom.sampling_params import COUNTS_OUTPUTS, READS_OUTPUTS, Needs
 
 # One verification: number of drafts, number of accepted ones, and their source.
 DraftCounts = tuple[int, int, "str | None"]
@@ -77,8 +78,7 @@ class Sequence:
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
     _hashes: list[BlockHash] = field(default_factory=list)
-    _waits: bool = field(init=False)
-    _is_penalised: bool = field(init=False)
+    _needs: Needs = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -87,12 +87,7 @@ class Sequence:
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
         self.end_ids = ends.union(params.stop_token_ids or ())
         self.prompt_logprobs = None if self.request.params.prompt_logprobs is None else [None]
-        self._waits = bool(
-            params.structured_output is not None or params.bad_word_ids or params.logits_processors
-        )
-        self._is_penalised = bool(
-            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        )
+        self._needs = params.needs
 
     @property
     def num_outputs(self) -> int:
@@ -143,12 +138,8 @@ class Sequence:
         Args:
             drafts: whether steps verify drafts.
         """
-        return (
-            self._waits
-            or self.num_outputs < self.request.params.min_tokens
-            # Tokens are counted on the device, but drafts on the host.
-            or (drafts and self._is_penalised)
-        )
+        reads = READS_OUTPUTS | COUNTS_OUTPUTS if drafts else READS_OUTPUTS
+        return bool(self._needs & reads) or self.num_outputs < self.request.params.min_tokens
 
     def block_hashes(self, count: int, block_size: int, overlap: int) -> list[BlockHash]:
         """The hashes of the first `count` blocks; each is computed once.

@@ -28,8 +28,8 @@ from atom.model_engine.step_places import GraphInput
 from atom.model_engine.step_runner import ComputedStep, StepRunner, TargetStep
 from atom.model_ops.metadata import ModelInput, ModelOutput
 from atom.sampling.decode_rows import KINDS, DecodeRows
-from atom.sampling.rows import Needs
 from atom.sampling.sampler import Sampler, Verified
+from atom.sampling_params import Needs
 from atom.spec_decode.base import Guide, Proposal, Proposer, VerifiedStep
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
 from atom.model_engine.largest_steps import dearest_params
 from atom.model_ops.metadata import MAX_DECODE_QUERIES
 from atom.sampling.decode_rows import KINDS
-from atom.sampling.rows import Needs
-from atom.sampling_params import SamplingParams
+from atom.sampling_params import Needs, SamplingParams
 
 # Tokens of prompts; the longest step is one more. Kernels are made for ranges of lengths, whose
 # bounds depend on the model: two numbers of experts or heads are hardly ever nearer than these.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from atom.sampling.rows import Needs
+from atom.sampling_params import Needs
 
 _FILTERS = Needs.TOP_K | Needs.TOP_P | Needs.MIN_P
 # How rows may be chosen, cheapest first: greedily, at a temperature, with filters.

@@ -12,9 +12,9 @@ import torch
 from atom.batch import ScheduledSequence
 from atom.graphs.staging import StagingBuffer
 from atom.sampling.edits import LogitEdits, SampledRows
-from atom.sampling.rows import Needs, SequenceState
+from atom.sampling.rows import SequenceState
 from atom.sampling.synthetic import SyntheticAcceptance, SyntheticCounts
-from atom.sampling_params import ALL_LOGPROBS
+from atom.sampling_params import ALL_LOGPROBS, Needs
 
 # Tokens of a vocabulary.
 _MORE_THAN_ANY = 2**31

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -16,40 +15,10 @@ from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.upload import upload
 from atom.sampling.token_counts import TokenCounts
 from atom.sampling.wishes import BadWords, TokenValues, allowed_mask, read_bad_words
-from atom.sampling_params import SamplingParams
+from atom.sampling_params import Needs, SamplingParams
 from atom.structured_output.base import TokenMask
 from atom.structured_output.cache import GrammarCache
 from atom.structured_output.state import GrammarState
-
-
-class Needs(enum.IntFlag):
-    """What a sequence's sampling needs beyond argmax."""
-
-    TEMPERATURE = 1
-    TOP_K = 2
-    TOP_P = 4
-    MIN_P = 8
-    LOGPROBS = 16
-    PROMPT_LOGPROBS = 32
-    # From here on: edits of the logits.
-    GRAMMAR = 64
-    MIN_TOKENS = 128
-    BIAS = 256
-    PENALTIES = 512
-    ALLOWED = 1024
-    BAD_WORDS = 2048
-    PROCESSORS = 4096
-
-
-EDITS = (
-    Needs.GRAMMAR
-    | Needs.MIN_TOKENS
-    | Needs.BIAS
-    | Needs.PENALTIES
-    | Needs.ALLOWED
-    | Needs.BAD_WORDS
-    | Needs.PROCESSORS
-)
 
 
 @dataclass
@@ -225,7 +194,7 @@ class SamplingRows:
     def _create(self, new: NewSequence) -> SequenceState:
         p = new.params
         outputs = list(new.output_token_ids)
-        state = SequenceState(p, new.seed, new.prompt_token_ids, outputs, _needs_of(p))
+        state = SequenceState(p, new.seed, new.prompt_token_ids, outputs, p.needs)
         if p.structured_output is not None:
             # A resumed sequence already has outputs.
             assert self._grammars is not None, "only the first rank samples"
@@ -253,31 +222,3 @@ class SamplingRows:
         ids = torch.tensor(list(values), dtype=torch.int64)
         numbers = torch.tensor(list(values.values()), dtype=torch.float32)
         return TokenValues(upload(ids, self._device), upload(numbers, self._device))
-
-
-def _needs_of(p: SamplingParams) -> Needs:
-    needs = Needs(0)
-    if not p.is_greedy:
-        needs |= Needs.TEMPERATURE
-        needs |= Needs.TOP_K if p.top_k > 0 else Needs(0)
-        needs |= Needs.TOP_P if p.top_p != 1 else Needs(0)
-        needs |= Needs.MIN_P if p.min_p != 0 else Needs(0)
-    if p.logprobs is not None:
-        needs |= Needs.LOGPROBS
-    if p.prompt_logprobs is not None:
-        needs |= Needs.PROMPT_LOGPROBS
-    if p.structured_output is not None:
-        needs |= Needs.GRAMMAR
-    if p.min_tokens > 0:
-        needs |= Needs.MIN_TOKENS
-    if p.logit_bias:
-        needs |= Needs.BIAS
-    if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1:
-        needs |= Needs.PENALTIES
-    if p.allowed_token_ids is not None:
-        needs |= Needs.ALLOWED
-    if p.bad_word_ids:
-        needs |= Needs.BAD_WORDS
-    if p.logits_processors:
-        needs |= Needs.PROCESSORS
-    return needs

@@ -32,8 +32,9 @@ from atom.sampling.plan import (
     put_synthetic,
     sampled_rows,
 )
-from atom.sampling.rows import EDITS, Needs, SamplingRows, SequenceState
+from atom.sampling.rows import SamplingRows, SequenceState
 from atom.sampling.synthetic import SyntheticAcceptance
+from atom.sampling_params import EDITS, Needs
 
 # Prompt logprobs are computed for this many rows at a time, since logits are large.
 _PROMPT_LOGPROB_ROWS = 64

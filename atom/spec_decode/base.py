@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from atom.batch import ScheduledSequence
+from atom.batch import NO_LOOKAHEAD, Lookahead, ScheduledSequence
 from atom.graphs.staging import ReadInPlace
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.metadata import ModelInput, ModelOutput, SamplingMetadata
-from atom.stats import ExpectedAcceptance
 
 
 class Guide(Protocol):
@@ -93,33 +92,6 @@ class Proposal(ReadInPlace):
     def tensors(self) -> list[torch.Tensor]:
         """All that there are."""
         return [t for t in (self.token_ids, self.confidences) if t is not None]
-
-
-@dataclass(frozen=True)
-class Lookahead:
-    """What the scheduler needs to know about a proposer.
-
-    Attributes:
-        num_tokens: maximum drafts per step.
-        kv_depends_on_successor: whether the proposer's KV at a position depends on the next token;
-            prefix cache hashes then include the token after each block.
-        expected_acceptance: what the draft's card says that it reaches, if it does.
-        num_slots: KV slots that the proposer writes behind the newest token, if they are more than
-            the drafts.
-    """
-
-    num_tokens: int = 0
-    kv_depends_on_successor: bool = False
-    expected_acceptance: ExpectedAcceptance | None = None
-    num_slots: int = 0
-
-    @property
-    def num_reserved(self) -> int:
-        """Extra KV slots to reserve."""
-        return max(self.num_tokens, self.num_slots)
-
-
-NO_LOOKAHEAD = Lookahead()
 
 
 class Proposer(Protocol):

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from atom.batch import Lookahead
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import place_blocks
 from atom.model_ops.metadata import AttentionMetadata
-from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
+from atom.spec_decode.base import Proposal, VerifiedStep
 from atom.spec_decode.choice import Chosen, DraftChoice, together
 from atom.stats import ExpectedAcceptance
 

@@ -8,10 +8,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from atom.batch import Lookahead
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata, ModelOutput, SamplingMetadata
-from atom.spec_decode.base import Guide, Lookahead, Proposal, VerifiedStep
+from atom.spec_decode.base import Guide, Proposal, VerifiedStep
 from atom.spec_decode.chain import AdvanceOp, DraftChain
 from atom.spec_decode.choice import Chosen, DraftChoice
 from atom.stats import ExpectedAcceptance

@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from atom.batch import Lookahead
 from atom.config import EngineConfig
 from atom.distributed.parallel_state import SINGLE
 from atom.graphs.recorded import MOST_PROGRAMS, StepRecorder
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
-from atom.spec_decode.base import Lookahead, NullProposer, Proposer
+from atom.spec_decode.base import NullProposer, Proposer
 from atom.spec_decode.cuts import CutToLongest
 from atom.spec_decode.draft_length import DraftLength
 from atom.spec_decode.drafter import Drafter

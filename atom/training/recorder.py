@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from atom.batch import NO_LOOKAHEAD
 from atom.kv_cache.base import KVCacheBuilder
-from atom.spec_decode.base import NO_LOOKAHEAD, Proposal, VerifiedStep
+from atom.spec_decode.base import Proposal, VerifiedStep
 
 
 class FeatureRecorder:

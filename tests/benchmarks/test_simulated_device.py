@@ -16,7 +16,7 @@ from models import checkpoints
 from spec_decode import draft_bench
 from work import count_lines
 
-from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, Lookahead, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.graphs.capture import ReexecuteBackend
 from atom.messages import EngineRequest, SequenceOutput
@@ -26,7 +26,7 @@ from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.step_graphs import ChoiceKey, StepGraphs
 from atom.model_engine.worker import Worker
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
+from atom.spec_decode.base import NullProposer, Proposal, VerifiedStep
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
 NUM_SEQS, CONTEXT, STEP_SECONDS = 64, 128, 0.005

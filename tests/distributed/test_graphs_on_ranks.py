@@ -29,7 +29,7 @@ from atom.messages import EngineStats
 from atom.model_engine import planned_graphs
 from atom.model_engine.step_graphs import ChoiceKey, DraftKey
 from atom.sampling.decode_rows import KINDS
-from atom.sampling.rows import Needs
+from atom.sampling_params import Needs
 
 Folders = dict[str, Path]
 # Longer than any query of a graph, so that none replays a prompt.

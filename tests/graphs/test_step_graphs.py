@@ -22,7 +22,8 @@ from atom.model_engine import planned_graphs, step_graphs
 from atom.model_engine.step_graphs import ChoiceKey
 from atom.model_engine.worker import Worker
 from atom.sampling.decode_rows import KINDS
-from atom.sampling.rows import Needs, SamplingRows
+from atom.sampling.rows import SamplingRows
+from atom.sampling_params import Needs
 
 NUM_SEQS = 4
 NO_LAUNCH = ("empty", "new_empty", "empty_strided", "empty_like", "new_empty_strided")

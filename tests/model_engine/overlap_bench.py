@@ -16,9 +16,9 @@ from spec_decode.engines import create_engine, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, StructuredOutput
-from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, Lookahead, ScheduledBatch, StepOutput
 from atom.model_engine.executor import RanksExecutor
-from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
+from atom.spec_decode.base import NullProposer, Proposal, VerifiedStep
 from atom.spec_decode.draft_length import Candidates, Choice, Verification
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from atom.batch import ScheduledBatch, SequenceResult, StepOutput
+from atom.batch import NO_LOOKAHEAD, Lookahead, ScheduledBatch, SequenceResult, StepOutput
 from atom.config import SchedulerOptions
 from atom.messages import EngineLimits, EngineRequest, SequenceOutput
 from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.scheduler import Scheduler
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.base import NO_LOOKAHEAD, Lookahead
 
 EOS = 0
 A, B = 10, 11  # ordinary tokens

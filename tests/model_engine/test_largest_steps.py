@@ -23,8 +23,8 @@ from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
 from atom.sampling.plan import SamplePlan
-from atom.sampling.rows import Needs
 from atom.sampling.sampler import Sampler, Verified
+from atom.sampling_params import Needs
 
 
 def config(budget: int, num_seqs: int, block_size: int) -> EngineConfig:

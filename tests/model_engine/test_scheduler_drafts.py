@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from scheduler_harness import EOS, A, B, Bench, rows, tokens
 
+from atom.batch import Lookahead
 from atom.messages import FinishReason
-from atom.spec_decode.base import Lookahead
 
 THREE = Lookahead(3)
 C = 12

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from atom.batch import (
+    Lookahead,
     NewSequence,
     ScheduledBatch,
     ScheduledSequence,
@@ -33,7 +34,6 @@ from atom.messages import (
 from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.scheduler import Scheduler
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.base import Lookahead
 
 VOCAB = 12
 EOS = frozenset({0})

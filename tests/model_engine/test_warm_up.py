@@ -28,7 +28,8 @@ from atom.model_engine.warm_up_steps import StepLimits, warm_ups
 from atom.model_engine.worker import Worker
 from atom.model_ops.metadata import MAX_DECODE_QUERIES
 from atom.sampling.decode_rows import KINDS, kind_of
-from atom.sampling.rows import EDITS, Needs, SamplingRows, _needs_of
+from atom.sampling.rows import SamplingRows, _needs_of
+from atom.sampling_params import EDITS, Needs
 
 LIMITS = StepLimits(4096, 8192, 64, 3, 64, 500, 32000, 5, overlaps=True)
 

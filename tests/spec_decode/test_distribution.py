@@ -16,10 +16,11 @@ from spec_decode import draft_bench, engines
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
+from atom.batch import Lookahead
 from atom.model_engine import worker
 from atom.model_ops.kernels.native import sampling as native_sampling
 from atom.model_ops.kernels.native.build import native_build
-from atom.spec_decode.base import Lookahead, NullProposer, Proposal, Proposer, VerifiedStep
+from atom.spec_decode.base import NullProposer, Proposal, Proposer, VerifiedStep
 from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.suffix_index import Continuation

@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams, StructuredOutput
-from atom.sampling.rows import Needs, SequenceState
-from atom.spec_decode.base import Lookahead, NullProposer
+from atom.batch import Lookahead
+from atom.sampling.rows import SequenceState
+from atom.sampling_params import Needs
+from atom.spec_decode.base import NullProposer
 from atom.spec_decode.factory import create_drafter
 from atom.spec_decode.grammar import GrammarDrafter
 from atom.speculative_options import SpeculativeOptions

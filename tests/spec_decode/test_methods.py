@@ -12,13 +12,14 @@ from spec_decode import engines
 from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
+from atom.batch import Lookahead
 from atom.config import ConfigError, EngineConfig, SpeculativeOptions
 from atom.model_engine.arg_utils import add_engine_flags, engine_config, engine_options
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.llama import LlamaForCausalLM
-from atom.spec_decode.base import Lookahead, NullProposer, Proposal, Proposer, VerifiedStep
+from atom.spec_decode.base import NullProposer, Proposal, Proposer, VerifiedStep
 from atom.spec_decode.factory import proposer_builder
 from atom.speculative_methods import SPECULATIVE_METHODS, SpeculativeMethod
 

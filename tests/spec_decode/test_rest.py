@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from atom.batch import (
+    Lookahead,
     NewSequence,
     ScheduledBatch,
     ScheduledSequence,
@@ -14,7 +15,7 @@ from atom.batch import (
     StepOutput,
 )
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.base import Lookahead, NullProposer
+from atom.spec_decode.base import NullProposer
 from atom.spec_decode.draft_length import Candidates, Choice
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.rest import Rest

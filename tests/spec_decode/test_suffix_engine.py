@@ -13,9 +13,9 @@ from spec_decode.engines import create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
-from atom.batch import ScheduledBatch, ScheduledSequence
+from atom.batch import Lookahead, ScheduledBatch, ScheduledSequence
 from atom.messages import EngineRequest
-from atom.spec_decode.base import Lookahead, NullProposer, Proposer
+from atom.spec_decode.base import NullProposer, Proposer
 from atom.spec_decode.draft_length import Candidates, Choice
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.suffix_index import Continuation
