@@ -5,6 +5,8 @@
   checks most of the vocabulary again at every token of a counted repetition, which takes
   milliseconds, while the masks of rules are computed when the grammar is compiled.
 - Names of further properties have no escapes where they could spell a declared name.
+- White space is laid out as people do it (`_LAYOUT`), unless the format counts it: a weak model
+  that may write blank lines goes on with them.
 """
 
 from __future__ import annotations
@@ -36,10 +38,25 @@ _NAMES = re.compile(r"^\w+_addl_key(_\w+)? ::= .*$", re.MULTILINE)
 _ESCAPED = re.compile(r' \| \("\\\\" (?:basic_escape basic_string_sub|\w+_addl_key_exclude_\d+)\)')
 _REWRITTEN = ('"pattern', '"minLength"', '"maxLength"', '"additionalProperties"')
 
+# Of xgrammar's white space; the number only marks it.
+_ANY_SPACE = 64
+_SPACE_RULE = re.compile(r"^whitespace(_\d+)? ::= .*\n", re.MULTILINE)
+_SPACE = re.compile(
+    rf"""
+    (?P<other>"(?:\\.|[^"\\])*" | \[(?:\\.|[^\]\\])*\])
+    | (?P<after_colon>(?<=":"[ ]))? whitespace(?:_\d+)?\{{0,[ ]{_ANY_SPACE}\}}
+      (?P<before_mark>[ ](?="[:,]"))?
+    """,
+    re.VERBOSE,
+)
+# After a colon, and where a line may end: indented by ten levels of four.
+_LAYOUT = 'json_space ::= "" | " "\njson_break ::= "" | " " | "\\n" [ \\t]{0,40}\n'
+
 
 def schema_format(format: dict[str, Any]) -> dict[str, Any]:
     """A format of the type `json_schema` as one that enforces the schema.
 
+    With `max_whitespace_cnt` that much white space of any kind may stand between tokens.
     With `lenient`, the name of a tool, a schema that xgrammar refuses is any object.
 
     Raises:
@@ -62,16 +79,31 @@ def _schema_format(text: str) -> dict[str, Any]:
     format = json.loads(text)
     rules: list[str] = []
     is_raw = format.get("style", "json") != "json"
+    is_counted = "max_whitespace_cnt" in format or not format.get("any_whitespace", True)
     schema = _marked(lower_schema(format["json_schema"]), rules, is_raw)
     format = {**format, "json_schema": schema}
     written = json.dumps(schema)
-    if not any(keyword in written for keyword in _REWRITTEN):
+    if is_counted and not any(keyword in written for keyword in _REWRITTEN):
         return format
+    if not is_counted:
+        format["max_whitespace_cnt"] = _ANY_SPACE
     tag = json.dumps({"type": "structural_tag", "format": format})
     grammar = str(import_xgrammar().Grammar.from_structural_tag(tag))
     grammar = _PATTERN.sub(lambda match: f"({rules[int(match[1])]})", grammar)
     grammar = _NAMES.sub(lambda match: _ESCAPED.sub("", match[0]), grammar)
-    return {"type": "grammar", "grammar": chain_bounded_strings(grammar)}
+    grammar = chain_bounded_strings(grammar)
+    return {"type": "grammar", "grammar": grammar if is_counted else _laid_out(grammar)}
+
+
+def _laid_out(grammar: str) -> str:
+    def lay_out(match: re.Match[str]) -> str:
+        if match["other"] is not None:
+            return match[0]
+        if match["before_mark"] is not None:
+            return ""
+        return "json_space" if match["after_colon"] is not None else "json_break"
+
+    return _SPACE.sub(lay_out, _SPACE_RULE.sub("", grammar)) + _LAYOUT
 
 
 def _marked(part: Any, rules: list[str], is_raw: bool) -> Any:

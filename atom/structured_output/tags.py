@@ -14,8 +14,6 @@ from atom.structured_output.params import StructuredOutput
 
 Format = dict[str, Any]
 
-# Maximum consecutive white space in JSON: enough to indent, but bounded.
-MAX_WHITESPACE = 64
 # What models write between their thoughts and an answer.
 _BLANK = {"type": "regex", "pattern": "\\n{0,2}"}
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
@@ -38,9 +36,14 @@ def one_of(formats: list[Format]) -> Format:
     return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
 
 
-def json_document(schema: Mapping[str, Any] | bool, whitespace: int = MAX_WHITESPACE) -> Format:
-    """A document with at most so many characters of white space in a row between its tokens."""
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": whitespace}
+def json_document(schema: Mapping[str, Any] | bool, whitespace: int | None = None) -> Format:
+    """A document in a usual layout: on one line, or on lines that are indented.
+
+    Args:
+        whitespace: instead at most so many characters of white space between two tokens.
+    """
+    format = {"type": "json_schema", "json_schema": schema}
+    return format if whitespace is None else {**format, "max_whitespace_cnt": whitespace}
 
 
 def after(

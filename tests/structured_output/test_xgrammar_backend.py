@@ -258,3 +258,38 @@ def test_strings_of_limited_length_hold_no_raw_control_characters(bench: Bench) 
         text = bench.tokenizer.decode([token_id])
         assert '"' in text or not any(c < " " for c in text), text
     assert not bench.allows(matcher, bench.tokenizer.encode("\t", add_special_tokens=False)[0])
+
+
+NESTED: Any = {"a": [{"b": 1}, {"b": 22}], 'whitespace_1{0, 64} ":"': [[], {}], "c": "x"}
+NESTED_SCHEMA = {"type": "object", "properties": {name: {} for name in NESTED}}
+
+
+@pytest.mark.parametrize(
+    "wanted", [StructuredOutput.json_object(), StructuredOutput.json_schema(NESTED_SCHEMA)]
+)
+def test_documents_have_a_usual_layout(bench: Bench, wanted: StructuredOutput) -> None:
+    """One line or indented lines: a weak model would go on with blank ones."""
+    document = NESTED
+    for _ in range(3):
+        document = {"a": document, **{name: NESTED[name] for name in list(NESTED)[1:]}}
+    for text in (
+        json.dumps(document),
+        json.dumps(document, separators=(",", ":")),
+        json.dumps(document, indent=1),
+        json.dumps(document, indent=4),
+        json.dumps(document, indent="\t"),
+        '{ "a": [ 1, 2 ] }',
+    ):
+        assert bench.takes(wanted, text), text
+    for text in (
+        '{"a":\n1}',
+        '{"a"\n: 1}',
+        '{"a" : 1}',
+        '{\n\n"a": 1}',
+        '{"a": 1\n\n}',
+        '{"a": 1\n, "c": 1}',
+        '{  "a": 1}',
+        "{\n" + " " * 41 + '"a": 1}',
+        '{"a":  1}',
+    ):
+        assert not bench.takes(wanted, text), text
