@@ -102,6 +102,8 @@ def _lower_token(format: Format, markers: Mapping[str, int]) -> Format:
 
 def _lower_tag(format: Format, markers: Mapping[str, int]) -> Format:
     """The ends of a tag are strings or tokens; with one that is more, it is a sequence."""
+    if not {"begin", "content", "end"} <= format.keys():
+        return format  # the library says what is missing
     sides = [format[side] for side in ("begin", "end")]
     if any(len(_parts(side["token"], markers)) > 1 for side in sides if isinstance(side, dict)):
         begin, end = (side if isinstance(side, dict) else literal(side) for side in sides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,9 +26,15 @@ if TYPE_CHECKING:
 # the time, 10 instead of 100 ms with 49k tokens. A vocabulary of 128k tokens needs about this size
 # for that; half of it saves only half the time.
 PARTS_BYTES = 256 << 20
+# Caches of grammars with markers, each for grammars that differ in schemas alone; xgrammar 0.2.8
+# takes parts for the same which differ in the ids of their tokens.
+MAX_MARKED_CACHES = 4
 
 # What must follow is found by a call that nothing stops, in 0.3 us a byte.
 MAX_FORCED_BYTES = 1 << 16
+
+# What holds ids of tokens in a format.
+_TOKENS = frozenset({"token", "tokens", "exclude_tokens", "trigger_tokens"})
 
 _BAD_ALLOC = "std::bad_alloc"
 _LOCATION = re.compile(r"^\[[\d:]+\] \S+: ")
@@ -47,16 +54,16 @@ class XGrammarBackend:
         self.vocabulary = vocabulary
         self._spelling = spelling
         xgrammar = import_xgrammar()
-        self._compiler = xgrammar.GrammarCompiler(
-            xgrammar.TokenizerInfo(
-                vocabulary.tokens,
-                xgrammar.VocabType.RAW,
-                vocab_size=len(vocabulary.tokens),
-                stop_token_ids=vocabulary.stop_token_ids,
-                add_prefix_space=vocabulary.add_prefix_space,
-            ),
-            max_threads=1,
-            cache_limit_bytes=PARTS_BYTES,
+        self._tokens = xgrammar.TokenizerInfo(
+            vocabulary.tokens,
+            xgrammar.VocabType.RAW,
+            vocab_size=len(vocabulary.tokens),
+            stop_token_ids=vocabulary.stop_token_ids,
+            add_prefix_space=vocabulary.add_prefix_space,
+        )
+        self._compiler = self._create_compiler(PARTS_BYTES)
+        self._of_marked = lru_cache(MAX_MARKED_CACHES)(
+            lambda _: self._create_compiler(PARTS_BYTES // 2)
         )
 
     def compile(self, wanted: StructuredOutput) -> Grammar:
@@ -64,7 +71,7 @@ class XGrammarBackend:
         first = np.zeros((1, -(-len(self.vocabulary.tokens) // 32)), dtype=np.int32)
         try:
             tag = json.dumps({"type": "structural_tag", "format": _with_own_grammars(format)})
-            compiled = self._compiler.compile_structural_tag(tag)
+            compiled = self._compiler_of(format).compile_structural_tag(tag)
             is_short = longest_forced_text(str(compiled.grammar)) <= MAX_FORCED_BYTES
             grammar = XGrammar(compiled, self._spelling if is_short else None)
             grammar.create_matcher().fill(first, 0)
@@ -76,6 +83,15 @@ class XGrammarBackend:
         if not first.any():
             raise GrammarError(f"no text fulfils the {wanted.kind}")
         return grammar
+
+    def _create_compiler(self, cache_bytes: int) -> xgrammar.GrammarCompiler:
+        return import_xgrammar().GrammarCompiler(
+            self._tokens, max_threads=1, cache_limit_bytes=cache_bytes
+        )
+
+    def _compiler_of(self, format: Any) -> xgrammar.GrammarCompiler:
+        frame = _without_schemas(format)
+        return self._of_marked(json.dumps(frame)) if _has_tokens(frame) else self._compiler
 
 
 class XGrammar:
@@ -121,6 +137,22 @@ class XGrammarMatcher:
         except UnicodeDecodeError as error:  # it begins or ends within a character
             return bytes(error.object)
         return text.encode()
+
+
+def _has_tokens(format: Any) -> bool:
+    if isinstance(format, list):
+        return any(map(_has_tokens, format))
+    if not isinstance(format, dict):
+        return False
+    return not _TOKENS.isdisjoint(format) or any(map(_has_tokens, format.values()))
+
+
+def _without_schemas(format: Any) -> Any:
+    if isinstance(format, list):
+        return [_without_schemas(item) for item in format]
+    if not isinstance(format, dict):
+        return format
+    return {key: _without_schemas(v) for key, v in format.items() if key != "json_schema"}
 
 
 def _with_own_grammars(format: Any) -> Any:

@@ -293,3 +293,20 @@ def test_documents_have_a_usual_layout(bench: Bench, wanted: StructuredOutput) -
         '{"a":  1}',
     ):
         assert not bench.takes(wanted, text), text
+
+
+def test_grammars_that_differ_in_their_markers_alone(bench: Bench) -> None:
+    """One after another, from one backend, each has masks of its own."""
+    names = ("<call>", "</think>")
+
+    def allowed(*markers: str) -> list[bool]:
+        optional = [{"type": "optional", "content": token(marker)} for marker in markers]
+        wanted = StructuredOutput.structural_tag(sequence(*optional, literal("x")))
+        matcher = bench.matcher(wanted)
+        ids = bench.tokenizer.convert_tokens_to_ids(list(names))
+        return [bench.allows(matcher, token_id) for token_id in ids]
+
+    for _ in range(2):
+        assert allowed(names[0]) == [True, False]
+        assert allowed(names[1]) == [False, True]
+        assert allowed(*names) == allowed(*reversed(names)) == [True, True]
