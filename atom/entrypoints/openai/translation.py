@@ -70,6 +70,8 @@ class Translation(ABC):
         self.blocks: list[Block] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        # Whether the answer ended in a call that is not complete.
+        self.ends_in_call = False
         self._open: Block | None = None
         # Of tokens that no text has come of yet.
         self._held_logprobs: list[dict[str, Any]] = []
@@ -117,12 +119,15 @@ class Translation(ABC):
         if choice["finish_reason"] is not None:
             self.finish_reason = choice["finish_reason"]
             self.stop_reason = choice.get("stop_reason")
+            self.ends_in_call = "incomplete_tool_call" in choice
         return events
 
     def finish(self, usage: Usage, num_reasoning_tokens: int) -> list[Event]:
         if self._open is not None and self._open.kind == "text":
             self._open.logprobs += self._held_logprobs
-        events = self._close(complete=self.finish_reason != "length")
+        is_call = self._open is not None and self._open.kind == "call"
+        is_cut = self.ends_in_call if is_call else self.finish_reason == "length"
+        events = self._close(complete=not is_cut)
         return [*events, *self._finished(usage, num_reasoning_tokens)]
 
     def _extend(self, kind: Literal["reasoning", "text"], piece: str) -> list[Event]:

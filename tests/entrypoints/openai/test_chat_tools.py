@@ -159,6 +159,30 @@ def test_what_was_cut_says_length(byte_level_tokenizer: PreTrainedTokenizerFast)
     assert call["function"]["arguments"] == '{"city":  "北'
 
 
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_a_call_in_which_the_text_ends_is_no_call_to_make(
+    reason: str, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Neither finish reason nor the call say that it is whole, whatever ended it."""
+    generation, choices = _prepare(byte_level_tokenizer)
+    begin, end = SECTION.index("{"), SECTION.index("}") + 1
+    # A marker is a token: it is there or not.
+    marker = SECTION.index("<|tool_call_end|>") + len("<|tool_call_end|>")
+    for cut in (*range(begin, end + 1), marker, len(SECTION)):
+        answer = _answer(generation, choices, SECTION[:cut], reason)
+        assert answer["message"]["tool_calls"]
+        if cut < end:
+            assert (answer["finish_reason"], answer["incomplete_tool_call"]) == (reason, 0)
+        else:
+            # Its end may be left to that of the text.
+            assert "incomplete_tool_call" not in answer
+            assert answer["finish_reason"] == ("tool_calls" if reason == "stop" else "length")
+    two = SECTION.replace("<|tool_calls_section_end|>", "")
+    two += two.removeprefix("<|tool_calls_section_begin|>").replace(":0", ":1")
+    answer = _answer(generation, choices, two[: two.rindex("}")], reason)
+    assert (answer["finish_reason"], answer["incomplete_tool_call"]) == (reason, 1)
+
+
 def test_a_repeated_call_ends_the_generation_where_calls_are_forced(
     byte_level_tokenizer: PreTrainedTokenizerFast,
 ) -> None:

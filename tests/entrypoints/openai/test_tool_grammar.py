@@ -378,3 +378,22 @@ def test_constrained_answers_of_kimi_k3_stand_in_their_section(bench: Bench) -> 
     prompt = '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'
     assert reasoning.end_after(prompt) == K3_THINK
     assert reasoning.end_after(prompt.replace("think", "response")) is None
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_strictness_binds_calls_that_the_model_decides_to_make(bench: Bench, parser: str) -> None:
+    """Names, or schemas, too; text that is no call is free, and so is all where it is off."""
+    lax = [tool(name["function"]["name"], strict=False) for name in TOOLS]
+    assert tool_call_grammar(parser, lax, "auto") is None
+    head = "<|channel|>final<|message|>" if parser == "gpt_oss" else ""
+    good, stranger = call(parser, "get-weather", GOOD), call(parser, "get-whether", GOOD)
+    other = call(parser, "get-weather", '{"other": 1}')
+    for strictness in ("names", "schemas"):
+        wanted = tool_call_grammar(parser, lax, "auto", strictness=strictness)
+        assert bench.takes(wanted, head + "Let me see. {")
+        assert bench.takes(wanted, answer(parser, good))
+        assert not bench.takes(wanted, answer(parser, stranger))
+        assert bench.takes(wanted, answer(parser, other)) == (strictness == "names")
+    mixed = tool_call_grammar(parser, [lax[0], TOOLS[1]], "auto", strictness="names")
+    assert bench.takes(mixed, answer(parser, other))
+    assert not bench.takes(mixed, answer(parser, call(parser, "send.mail_2", '{"other": 1}')))

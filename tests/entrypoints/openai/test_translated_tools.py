@@ -158,6 +158,38 @@ def test_calls_that_were_cut(scripted: ScriptedServer, responses: Any, messages:
     assert message.content[-1].input == {"city": "北京"}
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_calls_in_which_the_model_ended(
+    streams: bool, scripted: ScriptedServer, responses: Any, messages: Any
+) -> None:
+    """Nothing says that such a call can be made."""
+    scripted.says(ANSWER[: ANSWER.index("days") + 5])
+    asked: dict[str, Any] = {"model": "scripted", "tools": RESPONSES_TOOLS, "input": "Weather?"}
+    if streams:
+        *_, last = responses.create(**asked, stream=True)
+        assert last.type == "response.incomplete"
+        response = last.response
+    else:
+        response = responses.create(**asked)
+    assert (response.status, response.incomplete_details) == ("incomplete", None)
+    assert response.output[-1].type == "function_call"
+    assert response.output[-1].status == "incomplete"
+    asked = {
+        "model": "scripted",
+        "max_tokens": 500,
+        "messages": [{"role": "user", "content": "Weather?"}],
+        "tools": MESSAGES_TOOLS,
+    }
+    if streams:
+        with messages.stream(**asked) as stream:
+            message = stream.get_final_message()
+    else:
+        message = messages.create(**asked)
+    assert message.stop_reason == "end_turn"
+    assert message.content[-1].type == "tool_use"
+    assert message.content[-1].input == {"city": "北京"}
+
+
 def test_a_responses_conversation_goes_on(scripted: ScriptedServer, responses: Any) -> None:
     scripted.says(ANSWER)
     asked: dict[str, Any] = {"model": "scripted", "tools": RESPONSES_TOOLS}

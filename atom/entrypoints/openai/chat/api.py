@@ -156,7 +156,12 @@ def _constrained(
             else:
                 # A forced call has no content that could obey a response format.
                 wanted = tool_call_grammar(
-                    *call, use.mode, use.parallel, reasoning.end, reasoning.opening
+                    *call,
+                    use.mode,
+                    use.parallel,
+                    reasoning.end,
+                    reasoning.opening,
+                    options.tool_strictness,
                 )
         except ValueError as error:
             raise bad_request(excerpt(str(error), MAX_MESSAGE), "tools") from error

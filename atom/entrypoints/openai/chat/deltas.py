@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from typing import Literal
 
@@ -100,6 +101,9 @@ class DeltaWriter:
         self._has_arguments = False
         self._held_space: list[str] = []
         self._arguments: list[str] = []
+        # Of the last call: all of its arguments, and whether its end was read.
+        self._call: list[str] = []
+        self._is_ended = True
 
     def content(self, text: str) -> None:
         if self._gap is not None:
@@ -121,6 +125,7 @@ class DeltaWriter:
         """Begin a call; without a native id it gets one of its own."""
         self._flush_text()
         self._has_arguments = False
+        self._call, self._is_ended = [], False
         call_id = call_id or self.create_id()
         function = FunctionDelta("", name)
         self._add_piece(ToolCallDelta(self.num_calls, function, call_id, "function"))
@@ -148,10 +153,11 @@ class DeltaWriter:
         if not self._has_arguments:
             self._arguments.append("{}")
         self.cut_call()
+        self._is_ended = True
         self.marker()
 
     def cut_call(self) -> None:
-        """The call ends where it is."""
+        """The call ends where it is: the text did."""
         self._flush_arguments()
         self._held_space = []
 
@@ -160,6 +166,13 @@ class DeltaWriter:
         if self._gap and not self.num_calls:
             self._add_text("".join(self._gap), is_reasoning=False)
         self._gap = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last call is not complete: its arguments are no object, and no end was read
+        (which some formats leave to the end of the text).
+        """
+        return not self._is_ended and not _is_object("".join((*self._call, *self._arguments)))
 
     def take(self) -> list[ChatDelta]:
         self._flush_text()
@@ -185,7 +198,15 @@ class DeltaWriter:
         if self._arguments:
             text = "".join(self._arguments)
             self._arguments = []
+            self._call.append(text)
             self._add_piece(ToolCallDelta(self.num_calls - 1, FunctionDelta(text)))
 
     def _add_piece(self, piece: ToolCallDelta) -> None:
         self._deltas.append(ChatDelta(tool_calls=[piece]))
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False

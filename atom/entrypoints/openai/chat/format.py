@@ -57,8 +57,7 @@ class ChatFormat:
             deltas += parser.finish(output.finish_reason)
         choices = [_chunk(index, _spell_delta(delta)) for delta in deltas]
         if output.finish_reason is not None:
-            ending = {"finish_reason": parser.finish_reason, "stop_reason": output.stop_reason}
-            choices.append({**_chunk(index, {}), **ending})
+            choices.append({**_chunk(index, {}), **_ending(parser, output)})
         held = self._held_logprobs[index]
         held += self._logprobs(output)
         if held and choices:
@@ -79,8 +78,7 @@ class ChatFormat:
             "index": index,
             "message": _spell_message(message),
             "logprobs": _spelled(self._logprobs(output)),
-            "finish_reason": parser.finish_reason,
-            "stop_reason": output.stop_reason,
+            **_ending(parser, output),
         }
 
     def response_fields(self, requests: list[RequestOutput]) -> dict[str, Any]:
@@ -92,6 +90,14 @@ class ChatFormat:
         if self._num_top is None or not output.logprobs:
             return []
         return chat_logprobs(self._vocabulary, self._num_top, output.token_ids, output.logprobs)
+
+
+def _ending(parser: ChatOutputParser, output: CompletionOutput) -> dict[str, Any]:
+    """How an answer ended; `incomplete_tool_call` is there only if it ended in a call."""
+    ending = {"finish_reason": parser.finish_reason, "stop_reason": output.stop_reason}
+    if parser.incomplete_call is not None:
+        ending["incomplete_tool_call"] = parser.incomplete_call
+    return ending
 
 
 def _chunk(index: int, delta: dict[str, Any]) -> Choice:

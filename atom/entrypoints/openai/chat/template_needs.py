@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-_NAME = "probe_of_calls"
-_SECOND = "probe_of_more"
-_ARGUMENTS = '{"probe":  1}'
-_KEY = '"probe":'
+# Calls that templates are asked to write, by what stands in every part of one.
+_FIRST, _SECOND = "first_probe", "second_probe"
+# How JSON and Python write an object with the key.
+_KEYS = (f'"{_FIRST}":', f"'{_FIRST}':")
 # What tools may lack.
 PARTS_OF_TOOLS = {"description": "", "parameters": {"type": "object", "properties": {}}}
 _HI = {"role": "user", "content": "hi"}
@@ -44,12 +43,13 @@ def find_needs(render: Callable[..., str]) -> TemplateNeeds:
         render: (messages, **variables) -> text; raises for what the template refuses.
     """
     attempt = _Attempt(render)
-    written = attempt.writes(_ARGUMENTS)
-    if written and _Attempt(render, as_text=False).writes(_KEY) is False:
+    written = attempt.writes(_arguments(_FIRST))
+    objects = _Attempt(render, as_text=False)
+    if written and not any(objects.writes(key) is not False for key in _KEYS):
         written = False  # an object's parameters stand in tags, as the model writes them
-    calls = _Attempt(render, as_text=written is True)
-    writes_calls = calls.writes(_NAME)
-    beside = calls.writes(_NAME, content="text", reasoning_content="thought")
+    calls = attempt if written else objects
+    writes_calls = calls.writes(_FIRST)
+    beside = calls.writes(_FIRST, content="text", reasoning_content="thought")
     return TemplateNeeds(
         text_arguments=written,
         no_calls=writes_calls is False,
@@ -69,24 +69,25 @@ class _Attempt:
 
     def writes(self, text: str, num_calls: int = 1, **parts: str) -> bool | None:
         """Whether `text`, a part of a call, is written; None where the chat is refused."""
-        arguments = _ARGUMENTS if self.as_text else json.loads(_ARGUMENTS)
-        calls = [
-            {
-                "id": f"functions.{name}:{i}",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-            for i, name in enumerate((_NAME, _SECOND)[:num_calls])
-        ]
+        calls = []
+        for i, name in enumerate((_FIRST, _SECOND)[:num_calls]):
+            arguments: Any = _arguments(name)
+            function = {"name": name, "arguments": arguments if self.as_text else {name: 1}}
+            calls.append({"id": f"functions.{name}:{i}", "type": "function", "function": function})
         answer = {"role": "assistant", "content": "", "tool_calls": calls, **parts}
         return self._renders(text, [_HI, answer])
 
     def writes_tool(self, **parts: Any) -> bool | None:
-        tool = {"type": "function", "function": {"name": _NAME, **parts}}
-        return self._renders(_NAME, [_HI], tools=[tool])
+        tool = {"type": "function", "function": {"name": _FIRST, **parts}}
+        return self._renders(_FIRST, [_HI], tools=[tool])
 
     def _renders(self, text: str, messages: list[Any], **variables: Any) -> bool | None:
         try:
             return text in self.render(messages, **variables)
         except Exception:  # a template is a program: anything can come out of it
             return None
+
+
+def _arguments(key: str) -> str:
+    """Text that no template writes of an object."""
+    return f'{{"{key}":  1}}'

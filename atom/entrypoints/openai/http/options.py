@@ -17,6 +17,7 @@ UNKNOWN_FIELDS = ("warn", "refuse")
 _HOST, _PORT = "127.0.0.1", 8000
 TOOL_FORMATS = ("auto", "none", *TOOL_PARSERS)
 REASONING_FORMATS = ("auto", "none", *REASONING_PARSERS)
+TOOL_STRICTNESS = ("off", "names", "schemas")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -96,6 +97,12 @@ class ServerOptions:
         "how the model marks reasoning; auto is what its chat template shows",
         choices=REASONING_FORMATS,
     )
+    tool_strictness: str = option(
+        "off",
+        "what is enforced of calls that the model decides to make, beside tools with strict: "
+        "nothing, that they name a tool, or their arguments' schema, too",
+        choices=TOOL_STRICTNESS,
+    )
     enable_auto_tool_choice: bool = option(
         True, "let the model decide whether it calls the tools of a request"
     )
@@ -122,6 +129,7 @@ class ServerOptions:
         if not 0 <= self.drain_seconds < float("inf"):
             raise OptionError(f"--drain-seconds must be at least 0, got {self.drain_seconds}")
         _check_name("--unknown-fields", self.unknown_fields, UNKNOWN_FIELDS)
+        _check_name("--tool-strictness", self.tool_strictness, TOOL_STRICTNESS)
         _check_name("--tool-call-parser", self.tool_call_parser, TOOL_FORMATS)
         _check_name("--reasoning-parser", self.reasoning_parser, REASONING_FORMATS)
 

@@ -33,7 +33,8 @@ class ChatOutputParser:
         ends_at_repeat: a call that repeats an earlier one ends the answer, itself left out.
 
     Attributes:
-        finish_reason: None until `finish`.
+        finish_reason: None until `finish`; `tool_calls` only if every call is complete.
+        incomplete_call: the index of a call that the text ended in; None without one.
 
     Raises:
         ValueError: for a format that does not exist.
@@ -59,6 +60,7 @@ class ChatOutputParser:
             ends_at_repeat=ends_at_repeat,
         )
         self.finish_reason: str | None = None
+        self.incomplete_call: int | None = None
         self._text = TextStream()
         self._repeats = RepeatFilter() if ends_at_repeat else None
         self._reasoning = (
@@ -109,8 +111,11 @@ class ChatOutputParser:
         deltas = self._passed(self._out.take())
         if self._repeats is not None:
             deltas += self._repeats.finish()
+        if self._out.is_cut and not self.is_closed:
+            self.incomplete_call = self._out.num_calls - 1
         made_calls = self._out.num_calls > 0 and (reason == "stop" or self.is_closed)
-        self.finish_reason = "tool_calls" if made_calls else reason
+        is_complete = self.incomplete_call is None
+        self.finish_reason = "tool_calls" if made_calls and is_complete else reason
         return deltas
 
     def parse_complete(self, text: str, reason: str) -> ParsedMessage:

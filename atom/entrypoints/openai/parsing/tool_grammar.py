@@ -44,6 +44,7 @@ def tool_call_grammar(
     parallel_tool_calls: bool = True,
     starts_after: str | None = None,
     opens_with: str | None = None,
+    strictness: str = "off",
 ) -> StructuredOutput | None:
     """The grammar that a request's tools and their choice ask for.
 
@@ -55,18 +56,26 @@ def tool_call_grammar(
             object that names a function. A named function is called exactly once.
         starts_after: the marker that ends the reasoning in which the answer begins.
         opens_with: the marker with which an answer may begin such reasoning itself.
+        strictness: what is enforced of calls in `auto`, once one has begun, beside tools with
+            `strict`: nothing (`off`), the names of the tools (`names`), or their schemas, too
+            (`schemas`).
 
     Returns:
-        None when the model is free: for `none`, and for `auto` with parallel calls and no strict
-        tool.
+        None when the model is free: for `none`, and for `auto` with parallel calls, strictness
+        `off` and no strict tool.
 
     Raises:
         ValueError: for a format without a grammar, a tool that is not there, or a strict schema
             that cannot be enforced.
     """
-    choice = json.dumps(tool_choice)
     return _tool_call_grammar(
-        parser_name, json.dumps(tools), choice, parallel_tool_calls, starts_after, opens_with
+        parser_name,
+        json.dumps(tools),
+        json.dumps(tool_choice),
+        parallel_tool_calls,
+        starts_after,
+        opens_with,
+        strictness,
     )
 
 
@@ -79,6 +88,7 @@ def _tool_call_grammar(
     parallel_tool_calls: bool,
     starts_after: str | None,
     opens_with: str | None,
+    strictness: str,
 ) -> StructuredOutput | None:
     tools, tool_choice = json.loads(tools_text), json.loads(choice)
     if tool_choice == "none" or not tools:
@@ -89,7 +99,7 @@ def _tool_call_grammar(
         if not tools:
             raise ValueError(f"tool_choice names {quote(name)}, which is not among the tools")
         tool_choice = "named"
-    is_strict = any(tool["function"].get("strict") for tool in tools)
+    is_strict = strictness != "off" or any(tool["function"].get("strict") for tool in tools)
     if tool_choice == "auto" and parallel_tool_calls and not is_strict:
         return None
     if parser_name not in TOOL_PARSERS:
@@ -97,7 +107,8 @@ def _tool_call_grammar(
             f"the tool format {parser_name!r} has no grammar; there are {', '.join(TOOL_PARSERS)}"
         )
     grammar = TOOL_PARSERS[parser_name].grammar
-    calls = [_call(grammar, i, tool, tool_choice != "auto") for i, tool in enumerate(tools)]
+    with_schemas = tool_choice != "auto" or strictness == "schemas"
+    calls = [_call(grammar, i, tool, with_schemas) for i, tool in enumerate(tools)]
     count = grammar.max_calls if parallel_tool_calls and tool_choice != "named" else 1
     if tool_choice == "auto":
         opening = TOOL_PARSERS[parser_name].opening
@@ -136,7 +147,7 @@ def _tagged(
     return StructuredOutput.structural_tag(format)
 
 
-def _call(grammar: CallGrammar, index: int, tool: Tool, is_forced: bool) -> Format:
+def _call(grammar: CallGrammar, index: int, tool: Tool, with_schema: bool) -> Format:
     function = tool["function"]
     schema = function.get("parameters")
     name = function["name"]
@@ -146,7 +157,7 @@ def _call(grammar: CallGrammar, index: int, tool: Tool, is_forced: bool) -> Form
             arguments = _arguments(lower_schema(schema), grammar.forbidden)
         except ValueError as error:
             raise ValueError(f"tools[{index}].function.parameters: {error}") from error
-    elif is_forced and schema:
+    elif with_schema and schema:
         arguments = {**_arguments(_relaxed(name, schema), grammar.forbidden), "lenient": name}
     else:
         arguments = _arguments(ANY_OBJECT, grammar.forbidden)

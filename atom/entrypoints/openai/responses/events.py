@@ -33,10 +33,11 @@ class ResponseTranslation(Translation):
         ]
 
     def whole(self) -> dict[str, Any]:
-        if self.finish_reason != "length":
-            return self._response("completed")
-        details = {"reason": "max_output_tokens"}
-        return {**self._response("incomplete"), "incomplete_details": details}
+        if self.finish_reason == "length":
+            details = {"reason": "max_output_tokens"}
+            return {**self._response("incomplete"), "incomplete_details": details}
+        # The API has no reason for a model that ended within a call.
+        return self._response("incomplete" if self.ends_in_call else "completed")
 
     def fail(self, error: ApiError) -> list[Event]:
         said = {"code": "server_error", "message": error.message}

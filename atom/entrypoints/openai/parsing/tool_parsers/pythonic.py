@@ -24,6 +24,8 @@ _NO_NAME = re.compile(r"[^\w.-]")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 # Of a schema whose properties can be written one by one.
 _PLAIN = {"type", "properties", "required", "additionalProperties", "title", "description"}
+# Of a call whose schema names none.
+_MOST_KEYWORDS = 63
 _UNBRACKETED: Format = {"type": "regex", "pattern": r"\s*([^\s\[][\s\S]*)?"}
 
 
@@ -31,8 +33,10 @@ def _call(name: str, arguments: Format) -> Format:
     """Properties in their order; `**{...}` where the schema says more than properties."""
     schema = arguments["json_schema"]
     properties = schema.get("properties")
+    if not properties and schema.keys() <= _PLAIN and schema.get("additionalProperties", True):
+        return one_of([_mapping(name, arguments), _keywords(name, arguments)])
     if not properties or not schema.keys() <= _PLAIN:
-        return sequence(literal(f"{name}(**"), arguments, literal(")"))
+        return _mapping(name, arguments)
     required = [key for key in properties if key in schema.get("required", ())]
     others = [key for key in properties if key not in required]
 
@@ -51,6 +55,24 @@ def _call(name: str, arguments: Format) -> Format:
             sequence(written(key, False), *rest(others[i + 1 :])) for i, key in enumerate(others)
         ]
         inside = one_of([literal(""), *starts])
+    return sequence(literal(f"{name}("), inside, literal(")"))
+
+
+def _mapping(name: str, arguments: Format) -> Format:
+    return sequence(literal(f"{name}(**"), arguments, literal(")"))
+
+
+def _keywords(name: str, arguments: Format) -> Format:
+    """Any arguments, by name."""
+    value = {**arguments, "json_schema": {}}
+    pair = sequence({"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]*="}, value)
+    more = {
+        "type": "repeat",
+        "min": 0,
+        "max": _MOST_KEYWORDS,
+        "content": sequence(literal(", "), pair),
+    }
+    inside = one_of([literal(""), sequence(pair, more)])
     return sequence(literal(f"{name}("), inside, literal(")"))
 
 
