@@ -66,12 +66,8 @@ def _keywords(name: str, arguments: Format) -> Format:
     """Any arguments, by name."""
     value = {**arguments, "json_schema": {}}
     pair = sequence({"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]*="}, value)
-    more = {
-        "type": "repeat",
-        "min": 0,
-        "max": _MOST_KEYWORDS,
-        "content": sequence(literal(", "), pair),
-    }
+    following = sequence(literal(", "), pair)
+    more = {"type": "repeat", "min": 0, "max": _MOST_KEYWORDS, "content": following}
     inside = one_of([literal(""), sequence(pair, more)])
     return sequence(literal(f"{name}("), inside, literal(")"))
 
