@@ -28,6 +28,7 @@ from _acceptance_report import line, to_markdown
 from _arms import Arm, Batch, Conversation, OfflineArm, Sampling, ServerArm
 from tqdm import tqdm
 
+from atom.bench.repetition import repeated_bigram_share
 from atom.bench.report import environment, read_conversations, write_json, write_text
 from atom.config import ConfigError, EngineConfig
 from atom.model_engine.arg_utils import (
@@ -41,7 +42,6 @@ from atom.model_engine.arg_utils import (
 )
 from atom.options import options_of
 from atom.stats import SpecDecodeStats, total
-from atom.training.repetition import repeated_bigram_share
 
 OFF = "off"
 _DEFAULT_KS = [3]

@@ -12,7 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE_FILES = sorted((ROOT / "atom").rglob("*.py"))
 FILES = [*PACKAGE_FILES, *sorted((ROOT / "tests").rglob("*.py"))]
-FILES += sorted((ROOT / "benchmarks").rglob("*.py"))
+for folder in ("benchmarks", "training"):
+    FILES += sorted((ROOT / folder).rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -121,6 +122,17 @@ def test_imports_go_down() -> None:
             if is_in(module, upper)
         ]
     assert wrong == []
+
+
+def test_the_engine_does_without_the_training() -> None:
+    """Which is a distribution of its own, that the `atom` command starts by its name."""
+    wrong = {
+        name_of(path)
+        for folder in ("atom", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        if any(is_in(module, ("atom_train",)) for module in imported_modules(path))
+    }
+    assert wrong == set()
 
 
 def test_nothing_is_unpickled() -> None:

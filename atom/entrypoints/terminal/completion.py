@@ -88,7 +88,9 @@ def _fish(said: tuple[str, ...], programs: Mapping[str, Program]) -> Iterator[st
 
 
 def _flags(program: Program) -> list[str]:
-    """The long flags of a program, without spellings with underscores."""
+    """The long flags of a program, without spellings with underscores; none if not installed."""
+    if not program.is_installed:
+        return []
     module = importlib.import_module(program.entry.partition(":")[0])
     parser: argparse.ArgumentParser = module.create_parser()
     names = (name for action in parser._actions for name in action.option_strings)

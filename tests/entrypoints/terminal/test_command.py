@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -41,6 +42,20 @@ def test_each_command_has_help(words: list[str], capsys: pytest.CaptureFixture[s
     with contextlib.suppress(SystemExit):
         command.main([*words, "--help"])
     assert capsys.readouterr().out.startswith(f"usage: atom {' '.join(words)} ")
+
+
+def test_training_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "atom_train" else find(name)
+    )
+    assert command.main(["train", "synthesize"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: atom train comes with atom-train")
+    assert error.endswith(": pip install ./training\n")
+    assert '"train "*' in completion.script("bash")
 
 
 def test_the_help_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from aiter_cases import Aiter, aiters
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by tests/conftest.py
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by conftest.py
 
 if not _HAS_TRITON:
     collect_ignore_glob = [
