@@ -35,6 +35,8 @@ _ANY_CHARACTER = r"[^\"\\\r\n]"
 _BOUNDED = re.compile(r'^(\w+) ::= \(\("\\"" (\w+)\{(\d+), (\d+)\} "\\""\)\)$', re.MULTILINE)
 _PATTERN = re.compile(r'Regex\("pattern(\d+)"(?:, json_string=true)?\)')
 _NAMES = re.compile(r"^\w+_addl_key(_\w+)? ::= .*$", re.MULTILINE)
+# Of a character below 256, as xgrammar prints it: it would read digits behind it as more of them.
+_HEX = re.compile(r"(?<!\\)((?:\\\\)*)\\x([0-9a-f]{2})")
 _ESCAPED = re.compile(r' \| \("\\\\" (?:basic_escape basic_string_sub|\w+_addl_key_exclude_\d+)\)')
 _REWRITTEN = ('"pattern', '"minLength"', '"maxLength"', '"additionalProperties"')
 
@@ -89,6 +91,7 @@ def _schema_format(text: str) -> dict[str, Any]:
         format["max_whitespace_cnt"] = _ANY_SPACE
     tag = json.dumps({"type": "structural_tag", "format": format})
     grammar = str(import_xgrammar().Grammar.from_structural_tag(tag))
+    grammar = _HEX.sub(r"\1\\u00\2", grammar)
     grammar = _PATTERN.sub(lambda match: f"({rules[int(match[1])]})", grammar)
     grammar = _NAMES.sub(lambda match: _ESCAPED.sub("", match[0]), grammar)
     grammar = chain_bounded_strings(grammar)

@@ -310,3 +310,16 @@ def test_grammars_that_differ_in_their_markers_alone(bench: Bench) -> None:
         assert allowed(names[0]) == [True, False]
         assert allowed(names[1]) == [False, True]
         assert allowed(*names) == allowed(*reversed(names)) == [True, True]
+
+
+@pytest.mark.parametrize("more", [{}, {"pattern": "^x"}], ids=["plain", "beside a pattern"])
+def test_letters_before_hexadecimal_digits_stay_letters(bench: Bench, more: dict[str, str]) -> None:
+    """Names and values: `ße` is no character of its own."""
+    other = {"type": "string", **more}
+    properties = {"größe": {"enum": ["ßa", "\\xdf0", "é9"]}, "z": other}
+    schema = {"type": "object", "properties": properties, "required": ["größe"]}
+    wanted = StructuredOutput.json_schema(schema)
+    for value in ("ßa", "\\xdf0", "é9"):
+        assert bench.takes(wanted, json.dumps({"größe": value}, ensure_ascii=False))
+    for wrong in ('{"gr\u00f6\u0dfe": "ßa"}', '{"größe": "\u0dfa"}', '{"größe": "\u0e99"}'):
+        assert not bench.takes(wanted, wrong)
