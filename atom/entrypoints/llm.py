@@ -241,8 +241,8 @@ class LLM:
         text = template.render(
             conversation,
             tools,
-            control_tokens=self._control_tokens if sanitize_control_tokens else None,
-            **{"add_generation_prompt": True, **template_args},
+            {"add_generation_prompt": True, **template_args},
+            sanitizes=sanitize_control_tokens,
         )
         # The template has written the special tokens already.
         return self._control_tokens.encode(text, add_special_tokens=False)[1]

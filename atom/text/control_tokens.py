@@ -20,17 +20,33 @@ if TYPE_CHECKING:
 
 # A noncharacter of Unicode, which no text is meant to hold; it is removed from those that do.
 _MARK = "\ufdd0"
+# Added tokens that are not special may also be words and white space.
+_MARKER = re.compile(r"[<\[{]\S+[>\]}]")
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer, in texts of messages and in what they are rendered to."""
+    """The special tokens of a tokenizer, in texts of messages and in what they are rendered to.
 
-    def __init__(self, tokenizer: PlainTokenizer | PreTrainedTokenizerBase) -> None:
+    Args:
+        template: a chat template; other added tokens that it writes as markers count as special.
+    """
+
+    def __init__(
+        self, tokenizer: PlainTokenizer | PreTrainedTokenizerBase, template: str = ""
+    ) -> None:
         self._tokenizer = tokenizer
         self._backend = _backend(tokenizer)
         added = tokenizer.added_tokens_decoder.values()
         # The longest first: one may begin another.
-        special = sorted((t.content for t in added if t.special and len(t.content) > 1), key=len)
+        special = sorted(
+            (
+                t.content
+                for t in added
+                if len(t.content) > 1
+                and (t.special or (t.content in template and _MARKER.fullmatch(t.content)))
+            ),
+            key=len,
+        )
         self._special = re.compile("|".join(map(re.escape, reversed(special))) or r"(?!)")
 
     def mark(self, value: Any) -> Any:

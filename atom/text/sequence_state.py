@@ -88,7 +88,7 @@ class SequenceState:
         if self._params.logprobs is not None:
             self._add_logprobs((output.logprobs or [])[:num_kept], num_kept)
         if output.finish_reason is not None and not self._is_stopped:
-            self._read_rest()
+            self._read_rest(token_ids[len(visible) :])
         return num_kept
 
     def take_output(self) -> CompletionOutput | None:
@@ -140,19 +140,27 @@ class SequenceState:
                 return count
         return len(token_ids)
 
-    def _read_rest(self) -> None:
-        """Add the text that was held back, at the end."""
+    def _read_rest(self, end: Sequence[int]) -> None:
+        """Add the text that was held back.
+
+        Args:
+            end: an end token without a text of its own, with which a stop string may end.
+        """
         rest = self._detokenizer.finish()
         if self._matcher is None:
             self._text.append(rest)
             return
         # An incomplete character becomes U+FFFD, which may also be in a stop string.
         may_match = self.num_tokens >= self._params.min_tokens
-        self._text.append(self._matcher.feed(rest, may_match=may_match))
+        hidden = "".join(map(self._vocabulary.token_text, end))
+        if not any(string.endswith(hidden) for string in self._params.stop_strings):
+            hidden = ""
+        text = self._matcher.feed(rest + hidden, may_match=may_match)
         if self._matcher.matched is None:
-            self._text.append(self._matcher.finish())
+            text = (text + self._matcher.finish()).removesuffix(hidden)
         else:
             self.finish_reason, self._stop_reason = FinishReason.STOP, self._matcher.matched
+        self._text.append(text)
 
     def _add_logprobs(self, positions: list[TokenLogprobs], num_tokens: int) -> None:
         if len(positions) != num_tokens:

@@ -208,6 +208,32 @@ def test_stop_token(harness: Harness) -> None:
         assert (last.finish_reason, last.stop_reason) == ("stop", newline)
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "expected", "reason"),
+    [
+        ("a\n<eos>", "\n<|im_end|>", "a", "\n<|im_end|>"),
+        ("ab<eos>", "\n<|im_end|>", "ab", None),
+        ("a\nb\n<eos>", "\n<|im_end|>", "a\nb", "\n<|im_end|>"),
+        ("foo<eos>", "foo<|im_end|>bar", "foo", None),
+        ("foo<eos>", "end|>", "foo", None),
+        ("foo<eos>", "<|im_end|>", "foo", "<|im_end|>"),
+    ],
+)
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_that_hold_more_than_an_end_token(
+    harness: Harness, include: bool, text: str, stop: str, expected: str, reason: str | None
+) -> None:
+    """They match where they end with it, and its text is otherwise left out."""
+    for size in range(len(text) - 4):
+        (sequence_id,) = harness.add(stop=[stop], include_stop_str_in_output=include)
+        first = harness.step(sequence_id, text[:size]) if size else None
+        last = only(harness.step(sequence_id, text[size:], STOP))
+        whole = (only(first).text if first is not None else "") + last.text
+        shows_end = include and "<|im_end|>" in stop
+        assert whole == (text.replace("<eos>", "<|im_end|>") if shows_end else expected)
+        assert (last.finish_reason, last.stop_reason) == ("stop", reason)
+
+
 def test_end_token_is_no_text_even_when_special_tokens_show(harness: Harness) -> None:
     (sequence_id,) = harness.add(skip_special_tokens=False)
     assert only(harness.step(sequence_id, "a<eos>")).text == "a<|im_end|>"  # under ignore_eos

@@ -87,7 +87,7 @@ def _answer(tokenizer: Any, name: str, calls: list[Any], content: str) -> tuple[
     }
     template = ChatTemplate(tokenizer, TEMPLATES[name])
     question = [{"role": "user", "content": "hi"}]
-    prompt = template.render(question, TOOLS, add_generation_prompt=True)
+    prompt = template.render(question, TOOLS, {"add_generation_prompt": True})
     whole = template.render([*question, message], TOOLS)
     assert whole.startswith(prompt)
     return prompt, whole[len(prompt) :]

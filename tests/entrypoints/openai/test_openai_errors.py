@@ -41,7 +41,6 @@ def _error(response: httpx.Response, status: int) -> dict[str, Any]:
         b"nonsense",
         b'{"prompt": "\xff\xfe"}',
         b"\xff" * 100,
-        b'{"prompt": "\\ud800"}',
         b"[" * 50_000,
         '{"prompt": "x"}'.encode("utf-16"),
     ],

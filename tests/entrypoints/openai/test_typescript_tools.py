@@ -202,7 +202,7 @@ def test_what_the_rule_has_no_words_for(
 
 def _render(tokenizer: Any, tools: list[dict[str, Any]], **variables: Any) -> str:
     messages = [{"role": "user", "content": "hi"}]
-    return ChatTemplate(tokenizer, TEMPLATE).render(messages, tools, **variables)
+    return ChatTemplate(tokenizer, TEMPLATE).render(messages, tools, variables)
 
 
 def test_templates_are_given_typescript(byte_level_tokenizer: PreTrainedTokenizerFast) -> None:

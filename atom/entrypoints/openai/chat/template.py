@@ -18,6 +18,8 @@ import jinja2
 
 from atom.entrypoints.openai.chat.divided_turns import one_call_each
 from atom.entrypoints.openai.chat.template_needs import PARTS_OF_TOOLS, find_needs
+from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
+from atom.entrypoints.openai.parsing.reasoning.formats import ThinkTags
 from atom.entrypoints.openai.parsing.tool_parsers import GENERIC
 from atom.entrypoints.openai.parsing.tool_prompt import tell_calls, tell_tools
 from atom.entrypoints.openai.parsing.typescript_tools import VARIABLE, declare_tools, sort_keys
@@ -32,6 +34,12 @@ Message = Mapping[str, Any]
 _KIMI = "<|im_system|>tool_declare<|im_middle|>"
 # Whose messages may lack content.
 _SILENT_ROLES = ("assistant", "tool")
+# The tags of thoughts that an answer may hold.
+_THOUGHTS = dict.fromkeys(
+    (format.open, format.close)
+    for format in REASONING_PARSERS.values()
+    if isinstance(format, ThinkTags) and not format.special_tokens
+)
 # Types of parts, which are the names of their texts, too.
 _KINDS_OF_TEXT = ("text", "refusal")
 
@@ -59,6 +67,8 @@ class ChatTemplate:
         self.text = text
         self._tokenizer = tokenizer
         self._tool_format = tool_format
+        self._control_tokens = ControlTokens(tokenizer, text)
+        self._thoughts = [tags for tags in _THOUGHTS if self._control_tokens.mark(tags) != [*tags]]
         self._needs = find_needs(
             functools.partial(tokenizer.apply_chat_template, chat_template=text, tokenize=False)
         )
@@ -67,18 +77,19 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None = None,
         *,
         loads: Callable[[str], Any] = json.loads,
-        control_tokens: ControlTokens | None = None,
-        **variables: Any,
+        sanitizes: bool = False,
     ) -> str:
         """The text of a conversation.
 
         Args:
             messages: as OpenAI's API has them, contents being text or parts of text.
-            loads: parses the arguments of calls.
-            control_tokens: marks special tokens in all that the template is given.
             variables: further arguments of `apply_chat_template`.
+            loads: parses the arguments of calls.
+            sanitizes: control tokens that messages, tools and variables spell are marked, for
+                `ControlTokens.encode`; those of an assistant's own thoughts are not.
 
         Raises:
             MessageError: for a message that no template can be given.
@@ -86,8 +97,10 @@ class ChatTemplate:
         """
         told = [self._message(f"messages[{i}]", m, loads) for i, m in enumerate(messages)]
         described = [self._tool(tool) for tool in tools or ()]
-        if control_tokens is not None:
-            told, described, variables = control_tokens.mark([told, described, variables])
+        variables = variables or {}
+        if sanitizes:
+            told = [self._mark(message) for message in told]
+            described, variables = self._control_tokens.mark([described, variables])
         if self._needs.no_calls:
             told = tell_calls(told, self._tool_format)
         if self._needs.one_call:
@@ -122,6 +135,22 @@ class ChatTemplate:
             raise
         except Exception:
             return  # the template may well refuse this particular chat
+
+    def _mark(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with its control tokens marked."""
+        mark = self._control_tokens.mark
+        marked: dict[str, Any] = mark(message)
+        if message["role"] != "assistant":
+            return marked
+        # Templates look for thoughts in an answer; only where they belong are they the model's.
+        content = message["content"]
+        for opens, closes in self._thoughts:
+            thoughts, end, rest = content.partition(closes)
+            begin = opens if thoughts.startswith(opens) else ""
+            if begin or end:
+                inner = mark(thoughts.removeprefix(begin))
+                return marked | {"content": f"{begin}{inner}{end}{mark(rest)}"}
+        return marked
 
     def _message(self, where: str, message: Message, loads: Callable[[str], Any]) -> dict[str, Any]:
         """What templates expect: contents as text, arguments as this one takes them."""

@@ -29,6 +29,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
         "chat_template",
         "continue_final_message",
         "conversation",
+        "conversations",
         "documents",
         "max_length",
         "messages",
@@ -37,6 +38,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
         "return_dict",
         "return_tensors",
         "sanitize_control_tokens",
+        "self",
         "tokenize",
         "tokenizer_kwargs",
         "tools",
@@ -175,11 +177,13 @@ class PromptEncoder:
             return template.render(
                 messages,
                 tools,
+                {
+                    "add_generation_prompt": opens,
+                    "continue_final_message": continues,
+                    **variables,
+                },
                 loads=JsonBudget().loads,
-                control_tokens=self._control_tokens if self._sanitizes else None,
-                add_generation_prompt=opens,
-                continue_final_message=continues,
-                **variables,
+                sanitizes=self._sanitizes,
             )
         except ApiError:
             raise

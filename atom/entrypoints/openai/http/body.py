@@ -6,6 +6,7 @@ Reading belongs to the event loop, validating may be done by a thread.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -41,6 +42,13 @@ MAX_HELD_BYTES = 512 * 2**20
 # Beyond this many, spelling the problems out costs more than it helps.
 MAX_PROBLEMS = 1000
 MAX_REPORTED_PROBLEMS = 3
+
+_MAY_BE_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+# In JSON text: whole pairs and other escapes, so that `half` is half of a surrogate pair.
+_SURROGATES = re.compile(
+    rb"\\(?:[^u]|u[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2}))"
+)
 
 # What pydantic adds to a location to tell the members of a union apart.
 UNION_TAGS = frozenset({"str", "dict[str,any]", "list[str]", "list[ContentPart]"})
@@ -106,16 +114,25 @@ async def read_body(request: Request, max_bytes: int, take: Callable[[int], None
 def parse_body(data: bytes, model: type[Body], unknown: UnknownFields) -> Body:
     """Validate a body; its unknown fields are left to `unknown`.
 
+    Half of a surrogate pair is no text; clients that cut a text within one send it escaped, and it
+    becomes U+FFFD.
+
     Raises:
         ApiError: 400 for what is not valid JSON, not the expected shape, or too much.
     """
     JsonBudget().spend(data)
     try:
+        if _MAY_BE_HALF.search(data):
+            data = _SURROGATES.sub(_whole_pair, data)
         body = model.model_validate_json(data)
     except ValidationError as error:
         raise describe(error) from None
     unknown.take(body)
     return body
+
+
+def _whole_pair(escape: re.Match[bytes]) -> bytes:
+    return b"\\ufffd" if escape["half"] else escape[0]
 
 
 async def _read_bytes(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
