@@ -170,17 +170,42 @@ class _Lowering:
         return possible[0] if len(possible) == 1 else {"anyOf": possible} if possible else False
 
     def _reference(self, reference: Any, where: str) -> Any:
-        if reference == "#":
-            return {"$ref": "#"}
-        if not isinstance(reference, str) or not reference.startswith("#/"):
+        if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
             reason = f"'$ref' must point into the schema ('#/...'), got {reference!r:.100}"
             self._refuse(where, reason)
             return True
+        if reference in self._names:
+            return {"$ref": f"#/$defs/{self._names[reference]}"}
         if self._resolve(reference) is None:
             self._refuse(where, f"'$ref' points to {reference!r:.100}, which is not there")
             return True
-        name = self._names.setdefault(reference, f"d{len(self._names)}")
-        return {"$ref": f"#/$defs/{name}"}
+        if self._leads_back(reference):
+            self._refuse(where, f"'$ref' to {reference!r:.100} leads back to itself alone")
+            return True
+        if reference == "#":
+            return {"$ref": "#"}
+        self._names[reference] = f"d{len(self._names)}"
+        return {"$ref": f"#/$defs/{self._names[reference]}"}
+
+    def _leads_back(self, reference: str) -> bool:
+        """Whether a part is described by itself, not by what it holds: then nothing is said."""
+        pending, seen = [reference], set[str]()
+        while pending:
+            parts = [self._resolve(pending.pop())]
+            while parts:
+                part = parts.pop()
+                if not isinstance(part, Mapping):
+                    continue
+                for name in ("anyOf", "oneOf", "allOf"):
+                    branches = part.get(name)
+                    parts += branches if isinstance(branches, list) else []
+                further = part.get("$ref")
+                if further == reference:
+                    return True
+                if isinstance(further, str) and further.startswith("#") and further not in seen:
+                    seen.add(further)
+                    pending.append(further)
+        return False
 
     def _resolve(self, reference: str) -> Any:
         """The part of the schema that a reference names; None if there is none."""

@@ -393,7 +393,10 @@ class _Writer:
 
     def write(self, node: _Node, is_first: bool, is_last: bool) -> str:
         """Args: whether nothing but what may stand around precedes or follows the node."""
+        is_free = bool(self._around) and (is_first or is_last)
         match node:
+            case _Choice(branches) if all(map(_is_class, branches)):
+                return self.write(_Chars(_union(branches)), is_first, is_last)
             case _Choice(branches):
                 written = (self.write(branch, is_first, is_last) for branch in branches)
                 return f"({' | '.join(written)})"
@@ -401,14 +404,26 @@ class _Writer:
                 return self._sequence(list(items), is_first, is_last)
             case _Anchor():
                 raise PatternError("an anchor in the middle of the pattern is not supported")
+            case _Repeat(_, 0, _) if is_free:
+                return self._around
+            case _Repeat(item, 1, _) if is_free:
+                return self.write(item, is_first, is_last)
             case _Repeat(item, low, high):
+                high = low if is_free else high  # what stands around has the rest
                 inner = self.write(item, False, False)
                 bounds = f"{{{low},{'' if high is None else f' {high}'}}}"
                 found = '""' if high == 0 else f"({inner}){_STARS.get((low, high), bounds)}"
             case _Chars(ranges):
                 found = self._unit(ranges)
+                if self._around and is_first and is_last:
+                    return " ".join(filter(None, (self._without(ranges), found, self._around)))
         sides = (self._around if is_first else "", found, self._around if is_last else "")
         return " ".join(filter(None, sides))
+
+    def _without(self, ranges: tuple[Range, ...]) -> str:
+        """What stands before the first of some characters, so that there is one way to read it."""
+        others = _common(_complement(ranges), _TEXT)
+        return f"{self._unit(others)}*" if others else ""
 
     def _sequence(self, items: list[_Node], is_first: bool, is_last: bool) -> str:
         starts, ends = is_first, is_last
@@ -423,6 +438,22 @@ class _Writer:
             self.write(item, is_first and i == 0, is_last and i == end)
             for i, item in enumerate(items)
         )
+
+
+def _is_class(node: _Node) -> bool:
+    return isinstance(node, _Chars) or (
+        isinstance(node, _Sequence) and len(node.items) == 1 and _is_class(node.items[0])
+    )
+
+
+def _union(classes: Iterable[_Node]) -> tuple[Range, ...]:
+    found: list[Range] = []
+    for node in classes:
+        while isinstance(node, _Sequence):
+            node = node.items[0]
+        assert isinstance(node, _Chars)
+        found += node.ranges
+    return _complement(_complement(found))
 
 
 _STARS = {(0, None): "*", (1, None): "+", (0, 1): "?"}

@@ -145,3 +145,23 @@ def test_what_only_the_compiler_refuses_is_any_object_for_lenient_tools(
     calls.clear()
     with pytest.raises(RuntimeError):
         schema_format({name: value for name, value in format.items() if name != "lenient"})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"anyOf": [{"$ref": "#"}, S]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {
+            "properties": {"x": {"$ref": "#/$defs/a"}},
+            "$defs": {
+                "a": {"oneOf": [{"$ref": "#/$defs/b"}]},
+                "b": {"allOf": [{"$ref": "#/$defs/a"}]},
+            },
+        },
+    ],
+)
+def test_references_that_say_nothing_are_refused(schema: Any) -> None:
+    with pytest.raises(ValueError, match=r"'\$ref' to '#.*' leads back to itself alone"):
+        check_schema(schema)

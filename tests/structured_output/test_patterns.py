@@ -51,7 +51,19 @@ def takes(backend: XGrammarBackend, grammar: Grammar, text: str) -> bool:
         *("^(a|b)+$", "(^|,)x", r"\A\d+-\d+\Z", r"[\w.-]{2,}b", r"\s", r"\S", "^.$", "^.{1,3}$"),
         *(r"^[^\s]+$", "^\\u65e5", r"\x01", r"[\x00-\x1f]", r"\$", "[$]", "^[-a]+$", "^[a-]+$"),
         *("[a-c]{2,}?", "^(?:a(?:b)?)*$", "x?", "^(|a)$", r"\-", "(a$|^b)", "", "[\U0001f600-]"),
-        "(?P<name>a)b",
+        *(
+            "(?P<name>a)b",
+            r"[\s\S]",
+            ".+",
+            ".*",
+            "a|b",
+            "^a+|b+$",
+            "^.*b",
+            "a.*",
+            "[a-c]{2}",
+            "(ab)+",
+        ),
+        *("^a{2,}", "b{1,2}$", "(a|b)+", r"\\", '"'),
     ],
 )
 def test_patterns_match_what_python_matches(backend: XGrammarBackend, pattern: str) -> None:
@@ -91,7 +103,7 @@ def test_lengths_beside_patterns_count_characters(
         *((r"\p{L}", "Unicode classes"), (r"\Qa", "escape"), (r"\07", "octal")),
         *(("a++", "possessive"), ("a**", "possessive"), ("[]a]", "escape it")),
         *(("[[:alpha:]]", "escape it"), ("a^b", "anchor"), ("a$b", "anchor")),
-        *(("(^a)?b", "anchor"), (r"\ud800", "surrogate"), (r"\u12", "hexadecimal")),
+        *(("(^a){2}b", "anchor"), (r"\ud800", "surrogate"), (r"\u12", "hexadecimal")),
     ],
 )
 def test_what_is_no_grammar_is_refused(pattern: str, reason: str) -> None:
@@ -106,3 +118,14 @@ def test_what_is_no_grammar_is_refused(pattern: str, reason: str) -> None:
 def test_a_class_without_characters() -> None:
     with pytest.raises(ValueError, match="no characters"):
         StructuredOutput.regex("[^\\s\\S]")
+
+
+def test_what_may_stand_around_has_one_reading() -> None:
+    """With several a mask takes as long as the text so far has readings."""
+    assert json_rule(".*") == json_rule("(ab)*") == json_rule("")
+    assert json_rule("[a-z]+") == json_rule("[a-z]{1,9}") == json_rule("[a-z]")
+    assert json_rule("^a{2,}") == json_rule("^a{2}")
+    assert json_rule("a|b") == json_rule("[a-b]")
+    before, _, after = json_rule("a").partition(" [a] ")
+    assert f"({before.removesuffix('*')})*" == json_rule("^[^a]*$")
+    assert after == json_rule("")
