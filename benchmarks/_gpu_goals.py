@@ -11,10 +11,6 @@ from _decode_report import named as named_step
 from _kernel_report import details_markdown as kernel_details
 from _kernel_report import named as named_kernel
 from _kernel_sizes import (
-    TINY_EXPERTS,
-    TINY_HEADS,
-    TINY_LATENTS,
-    TINY_PRODUCT,
     ChoiceSizes,
     ExpertSizes,
     HeadSizes,
@@ -58,20 +54,6 @@ class Subjects:
 
 
 REAL = Subjects()
-REHEARSED = Subjects(
-    "tiny",
-    "tiny-kimi",
-    9,
-    (2, 40),
-    str(TINY_HEADS),
-    str(TINY_LATENTS),
-    (3, 40),
-    "float32",
-    str(TINY_PRODUCT),
-    str(TINY_EXPERTS),
-    40,
-    str(ChoiceSizes(500, 50, 0.9)),
-)
 
 
 _SHARES = ("copy", "bound", "share")

@@ -20,7 +20,6 @@ _SECONDS_TO_REPORT = 15
 _NEARLY_ALL = 0.95
 # As aiter's log says it.
 _BUILT = re.compile(r"finish build \[(\w+)\], cost ([\d.]+) ?s")
-_REHEARSED = ["--device", "cpu", "--tiny", "--dtype", "float32"]
 
 Found = dict[str, Any]
 
@@ -35,7 +34,6 @@ class Turn:
         folder: for what its programs write.
         shapes: of whole decode steps, without Kimi's.
         has_aiter: whether the device is one that aiter runs on, with a torch for it.
-        rehearse: on a CPU, as little as shows that all of it runs.
         earlier: what the part returned or kept when it was cut off; None to begin.
         keep: is given what the part knows so far, for a later turn should this one be cut off.
     """
@@ -45,7 +43,6 @@ class Turn:
     folder: Path
     shapes: tuple[str, ...]
     has_aiter: bool
-    rehearse: bool
     earlier: Found | None = None
     keep: Callable[[Found], None] = lambda _: None
 
@@ -90,8 +87,6 @@ def _warm(turn: Turn) -> Found:
         found["modules"] = sorted(built.values(), key=lambda row: -float(str(row["seconds"])))
     left = turn.seconds - (time.perf_counter() - started)
     sizes = ["--batch-sizes", "64", "1", "--contexts", "8192", "1024"]
-    if turn.rehearse:
-        sizes = ["--ops", "paged_attention", "--kv-cache-dtypes", "auto"]
     compiled = run_benchmark("kernels", turn, left, "--warm", *sizes)
     if found["passed"]:
         found |= {key: compiled[key] for key in ("passed", "status", "output")}
@@ -104,24 +99,14 @@ def built_modules(log: str) -> list[dict[str, Any]]:
 
 
 def _graphs(turn: Turn) -> Found:
-    files = marked_files()
-    if turn.rehearse:  # all of them are skipped on a CPU
-        files = [path for path in files if path.name == "test_graphs_on_gpu.py"]
-    found = _tests_of(turn, files, marked=True, processes=2)
-    return found | ({"passed": found["status"] == 0} if turn.rehearse else {})
+    return _tests_of(turn, marked_files(), marked=True, processes=2)
 
 
 def _kernel_tests(turn: Turn) -> Found:
-    files, options = kernel_files(), list[str]()
-    if turn.rehearse:
-        files = [path for path in files if path.name == "test_every_implementation.py"]
-        options = ["-k", "rms_norm"]
-    return _tests_of(turn, files, marked=False, processes=_FILES_AT_ONCE, options=options)
+    return _tests_of(turn, kernel_files(), marked=False, processes=_FILES_AT_ONCE)
 
 
-def _tests_of(
-    turn: Turn, files: Sequence[Path], marked: bool, processes: int, options: Sequence[str] = ()
-) -> Found:
+def _tests_of(turn: Turn, files: Sequence[Path], marked: bool, processes: int) -> Found:
     """They go on with the tests that an earlier turn did not come to the end of."""
     return run_tests(
         files,
@@ -129,7 +114,6 @@ def _tests_of(
         turn.folder / turn.name,
         marked,
         processes,
-        options,
         earlier=turn.earlier,
         most=_NEARLY_ALL * PARTS[turn.name].most,
         keep=turn.keep,
@@ -145,33 +129,23 @@ def _other_kernels(turn: Turn) -> Found:
 
 
 def _kernels_of(turn: Turn, *ops: str) -> Found:
-    quick = ["--kv-cache-dtypes", "auto", "--implementations", "torch", "native"]
-    flags = ["--ops", *ops, *(quick if turn.rehearse else [])]
-    return run_benchmark("kernels", turn, turn.seconds, *flags)
+    return run_benchmark("kernels", turn, turn.seconds, "--ops", *ops)
 
 
 def _steps(turn: Turn) -> Found:
-    quick = ["--batch-sizes", "1", "--no-peer", "--num-threads", "1"] if turn.rehearse else []
-    flags = ["--shapes", *turn.shapes, *quick]
-    return run_benchmark("decode_roofline", turn, turn.seconds, *flags)
+    return run_benchmark("decode_roofline", turn, turn.seconds, "--shapes", *turn.shapes)
 
 
 def _kimi(turn: Turn) -> Found:
-    quick = ["--batch-sizes", "1", "--num-threads", "1"] if turn.rehearse else []
-    flags = ["--shapes", _kimi_shape(turn), *quick]
-    return run_benchmark("decode_roofline", turn, turn.seconds, *flags)
+    return run_benchmark("decode_roofline", turn, turn.seconds, "--shapes", "kimi")
 
 
 def _start(turn: Turn) -> Found:
-    return run_benchmark("decode_roofline", turn, turn.seconds, "--start", _kimi_shape(turn))
+    return run_benchmark("decode_roofline", turn, turn.seconds, "--start", "kimi")
 
 
 def _ranks(turn: Turn) -> Found:
     return run_benchmark("several_gpus", turn, turn.seconds)
-
-
-def _kimi_shape(turn: Turn) -> str:
-    return "tiny-kimi" if turn.rehearse else "kimi"
 
 
 # In the order in which they run: what later ones need is compiled by then.
@@ -195,9 +169,9 @@ def run_benchmark(program: str, turn: Turn, seconds: float, *flags: str) -> Foun
     # It stops beginning new work in time to write its report.
     own = max(seconds - _SECONDS_TO_REPORT, 5)
     command = [sys.executable, str(ROOT / "benchmarks" / f"{program}.py"), *flags]
-    command += [*(_REHEARSED if turn.rehearse else []), "--seconds", f"{own:.0f}"]
+    command += ["--seconds", f"{own:.0f}", "--output-json", str(path)]
     started = time.perf_counter()
-    status, printed = run([*command, "--output-json", str(path)], seconds, shows=True)
+    status, printed = run(command, seconds, shows=True)
     return {
         "passed": status == 0,
         "status": status,

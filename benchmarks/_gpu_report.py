@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from _decode_report import to_markdown as steps_markdown
-from _gpu_goals import REAL, REHEARSED, goals
+from _gpu_goals import goals
 from _gpu_parts import PARTS
 from _gpu_run import ROOT
 from _kernel_report import to_markdown as kernels_markdown
@@ -27,7 +27,6 @@ _TABLES = {
     "other-kernels": kernels_markdown,
     "ranks": ranks_markdown,
 }
-REHEARSAL = "**This is a rehearsal on a CPU: its figures mean nothing.**"
 
 
 class OtherReportError(ValueError):
@@ -78,13 +77,9 @@ def write(path: Path, report: Mapping[str, Any]) -> str:
     text = markdown(report)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    told = [vars(g) | {"outcome": g.outcome} for g in goals(report["parts"], _about(report))]
+    told = [vars(g) | {"outcome": g.outcome} for g in goals(report["parts"])]
     write_json(path.with_suffix(".json"), {**report, "goals": told})
     return text
-
-
-def _about(report: Mapping[str, Any]) -> Any:
-    return REHEARSED if report["rehearsal"] else REAL
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -92,7 +87,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     there = [name for name in PARTS if name in parts]
     rows = [(name, verdict(parts[name]), detail(parts[name])) for name in there]
     remaining = [name for name in PARTS if name not in parts]
-    text = ["# GPU check", *([REHEARSAL] if report["rehearsal"] else [])]
+    text = ["# GPU check"]
     text += [environment_markdown(report["environment"] | report["gpu"])]
     text += [markdown_table(["part", "outcome", ""], rows)]
     if remaining:
@@ -105,7 +100,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def _goals_markdown(report: Mapping[str, Any]) -> list[str]:
-    found = goals(report["parts"], _about(report))
+    found = goals(report["parts"])
     rows = [(goal.name, goal.wanted, goal.outcome) for goal in found]
     text = ["## Goals", markdown_table(["goal", "wanted", "reached"], rows)]
     for goal in found:

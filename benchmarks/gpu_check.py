@@ -3,7 +3,6 @@
 ./scripts/gpu-check                       # finds or makes the environment, then runs this
 ./scripts/gpu-check                       # once more: goes on with the parts that did not fit
 python benchmarks/gpu_check.py --parts kernels steps
-python benchmarks/gpu_check.py --rehearse # on a CPU, in a minute: that it all runs
 
 Parts run in order within --minutes; those that do not fit are left for the next run, which adds to
 the same Markdown and JSON report if machine and code are the same. Each part ends with a line on
@@ -62,32 +61,24 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--shapes", nargs="+", help="of decode_roofline.py, for the part steps: 8b, or 1b on a "
         "device with less than 40 GiB",
     )  # fmt: skip
-    parser.add_argument(
-        "--rehearse", action="store_true", help="on a CPU, tiny, about a minute; proves no speed"
-    )
     return parser.parse_args(argv)
 
 
-def gpu_facts(rehearse: bool) -> dict[str, Any]:
+def gpu_facts() -> dict[str, Any]:
     """The device and the build of torch that drives it."""
     import torch
 
-    from atom.platform import cpu_platform, current_platform
+    from atom.platform import current_platform
 
-    facts: dict[str, Any] = {
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        **{name: _version(name) for name in ("triton", "aiter", "amd-aiter")},
-    }
-    if rehearse:
-        return {"device": "CPU", "architecture": cpu_platform().arch, "memory": 0, **facts}
     properties = torch.cuda.get_device_properties(0)
     return {
         "device": properties.name,
         "architecture": current_platform().arch,
         "memory": f"{properties.total_memory / _GIB:.0f} GiB",
         "devices": torch.cuda.device_count(),
-        **facts,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        **{name: _version(name) for name in ("triton", "aiter", "amd-aiter")},
     }
 
 
@@ -138,7 +129,7 @@ class Check:
         for name in (name for name in PARTS if name in wanted):
             left = self._end - time.perf_counter() - _SECONDS_TO_WRITE
             why = self._why_not(name)
-            if why is None and left < PARTS[name].least and not self._args.rehearse:
+            if why is None and left < PARTS[name].least:
                 remaining.append(name)
                 continue
             found[name] = _left_out(why) if why else self._run_part(name, left)
@@ -153,9 +144,9 @@ class Check:
         if missing := missing_of(name):
             return f"it needs {', '.join(missing)}"
         devices = self._report["gpu"].get("devices", 1)
-        if devices < PARTS[name].devices and not self._args.rehearse:
+        if devices < PARTS[name].devices:
             return f"it needs {PARTS[name].devices} GPUs, there is {devices}"
-        if self._memory < PARTS[name].memory and not self._args.rehearse:
+        if self._memory < PARTS[name].memory:
             return f"the device has {self._memory:.0f} GiB, it needs {PARTS[name].memory:.0f}"
         return None
 
@@ -165,12 +156,10 @@ class Check:
         folder = self._path.parent / f"{self._path.stem}.parts"
         folder.mkdir(parents=True, exist_ok=True)
         shapes = self._args.shapes or (["8b"] if self._memory >= 40 else ["1b"])
-        if self._args.rehearse:
-            shapes = ["tiny"]
         aiter = has_aiter(self._report["gpu"])
         there = self._report["parts"].get(name)
         earlier = there if there is not None and is_unfinished(there) else None
-        about = name, seconds, folder, tuple(shapes), aiter, self._args.rehearse
+        about = name, seconds, folder, tuple(shapes), aiter
         before = earlier["seconds"] if earlier is not None else 0.0
         started = time.perf_counter()
 
@@ -198,23 +187,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NO_GPU
     import torch
 
-    if not torch.cuda.is_available() and not args.rehearse:
+    if not torch.cuda.is_available():
         print(f"torch {torch.__version__} sees no CUDA or ROCm device: there is nothing to check")
         return NO_GPU
     keep_compiled_kernels()
-    facts = gpu_facts(args.rehearse)
+    facts = gpu_facts()
     code = code_digest()
-    key = {**facts, "torch": torch.__version__, "code": code, "rehearsal": args.rehearse}
-    folder = _KEPT if args.rehearse else ROOT / "benchmarks" / "results"
-    path = args.output or folder / default_name(facts["device"], code)
+    key = {**facts, "torch": torch.__version__, "code": code}
+    path = args.output or ROOT / "benchmarks" / "results" / default_name(facts["device"], code)
     report: dict[str, Any] = {"key": key, "environment": environment(), "gpu": facts}
-    report |= {"rehearsal": args.rehearse}
     try:
-        report["parts"] = {} if args.new or args.rehearse else load_parts(path, key)
+        report["parts"] = {} if args.new else load_parts(path, key)
     except OtherReportError as error:
         print(error, file=sys.stderr)
         return 1
-    memory = torch.cuda.get_device_properties(0).total_memory / _GIB if not args.rehearse else 0.0
+    memory = torch.cuda.get_device_properties(0).total_memory / _GIB
     check = Check(args, path, report, memory)
     remaining = check.run()
     print(check.text)

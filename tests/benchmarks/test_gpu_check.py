@@ -75,7 +75,7 @@ def of_tests(**outcomes: str) -> dict[str, Any]:
 
 def report_of(**parts: Any) -> dict[str, Any]:
     gpu = {"device": "GPU 9000", "hip": None, "devices": 8}
-    return {"environment": {"torch": "2"}, "gpu": gpu, "rehearsal": False, "parts": parts}
+    return {"environment": {"torch": "2"}, "gpu": gpu, "parts": parts}
 
 
 class TestRun:
@@ -113,7 +113,7 @@ class TestRun:
             return (None, "stuck") if seconds < 50 else (0, "")
 
         monkeypatch.setattr(parts, "run", run)
-        turn = parts.Turn("steps", 60, tmp_path, ("8b",), False, False)
+        turn = parts.Turn("steps", 60, tmp_path, ("8b",), False)
         part = parts.PARTS["steps"].run(turn)
         assert (part["passed"], part["report"]) == (True, {"results": []})
         shown = ["--shapes", "8b", "--seconds", "45", "--output-json", str(tmp_path / "steps.json")]
@@ -139,7 +139,7 @@ class TestRun:
         monkeypatch.setattr(parts, "run_tests", tests)
         compiled = finished() | {"passed": True}
         monkeypatch.setattr(parts, "run_benchmark", lambda *_: compiled)
-        turn = parts.Turn("warm", 300, tmp_path, (), True, False)
+        turn = parts.Turn("warm", 300, tmp_path, (), True)
         part = parts.PARTS["warm"].run(turn)
         assert part["modules"] == [
             {"module": "module_moe", "seconds": 57.8},
@@ -397,8 +397,6 @@ class TestReport:
             assert line in text, line
         assert "| c | passed" not in text
         assert "noise" not in text
-        assert report.REHEARSAL not in text
-        assert report.REHEARSAL in report.markdown(report_of() | {"rehearsal": True})
 
     def test_lines_for_whoever_watches(self, benchmark_module: Module) -> None:
         line = benchmark_module("_gpu_report").summary_line
@@ -464,22 +462,3 @@ class TestNeeds:
         )
         command = [sys.executable, "-c", program, absent]
         subprocess.run(command, cwd=ROOT, check=True)
-
-
-@without_gpu
-def test_a_rehearsal(tmp_path: Path) -> None:
-    """One part of it; `--rehearse` alone takes a minute."""
-    path = tmp_path / "report.md"
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--rehearse"]
-    command += ["--parts", "start", "--output", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    text = path.read_text()
-    assert text == done.stdout.removesuffix("\n")
-    assert "**This is a rehearsal on a CPU: its figures mean nothing.**" in text
-    assert "| start | passed | " in text
-    assert "[1/1] start: passed, " in done.stderr
-    report = json.loads(path.with_suffix(".json").read_text())
-    assert report["rehearsal"]
-    assert [row["shape"] for row in report["parts"]["start"]["report"]["starts"]] == ["tiny-kimi"]
-    reached = {goal["name"]: goal["reached"] for goal in report["goals"]}
-    assert reached["start with graphs, tiny-kimi"] > 0

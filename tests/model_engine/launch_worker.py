@@ -4,7 +4,7 @@
 
 OPTIONS: JSON with `target` and `draft`, fields of `config.json` (`draft` may be left out), and
 `engine`, the engine's options. An engine starts on a GPU of ARCH that is pretended
-(`benchmarks/_pretend_gpu.py`), warms up, and serves requests. Writes how many kernels were compiled
+(`pretend_gpu.py`), warms up, and serves requests. Writes how many kernels were compiled
 by then, and the keys of those that requests added, as JSON.
 """
 
@@ -20,9 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from _pretend_gpu import CaptureCounter, pretend_gpu, start_engine, write_models
+from pretend_gpu import CaptureCounter, pretend_gpu, start_engine, write_models
 
 _STEPS = 300
 _MOST_SEQUENCES = 64

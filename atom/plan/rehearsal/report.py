@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from atom.plan.rehearsal.rehearse import Rehearsed
 
-# Of Python and torch for one launch, as `benchmarks/launch_overhead.py` measured it on 2 shared
-# cores of an AMD EPYC; a graph is two passes.
+# Of Python and torch for one launch, without the driver, as it was measured on 2 shared cores of
+# an AMD EPYC; a graph is two passes.
 _LAUNCH_SECONDS = 33e-6
 _PASSES_OF_GRAPH = 2
 # To compile a Triton kernel ahead of time, on one such core.
