@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -60,7 +61,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             (self.value + (self.starts_after or "")).encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(f"structured_output: not valid Unicode: {error}") from error
-        _CHECKS[self.kind](self.value)
+        _check_value(self.kind, self.value)
 
     @classmethod
     def json_object(cls) -> StructuredOutput:
@@ -92,6 +93,12 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     def structural_tag(cls, format: Mapping[str, Any]) -> StructuredOutput:
         """Free text with constrained parts; `format` is that of an xgrammar structural tag."""
         return cls(kind="structural_tag", value=_dump(format))
+
+
+# Agents send the same tools with every turn, and the engine's process reads them anew.
+@lru_cache(maxsize=128)
+def _check_value(kind: Kind, value: str) -> None:
+    _CHECKS[kind](value)
 
 
 def _dump(value: Any) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from atom import SamplingParams, StructuredOutput
 from atom.messages import EngineRequest
 from atom.model_engine.processes import wire
+from atom.structured_output import params
 from atom.structured_output.params import MAX_CHARACTERS
 
 S = {"type": "string"}
@@ -130,10 +132,21 @@ def test_ignore_eos_contradicts() -> None:
     ids=lambda wanted: wanted.kind,
 )
 def test_wire_round_trip(wanted: StructuredOutput) -> None:
-    params = SamplingParams(structured_output=wanted)
-    request = EngineRequest(id="a", prompt_token_ids=[1], params=params, seed=1)
+    sampling = SamplingParams(structured_output=wanted)
+    request = EngineRequest(id="a", prompt_token_ids=[1], params=sampling, seed=1)
     message = wire.decode_to_engine(wire.encode(wire.AddRequests.of([request])))
     assert isinstance(message, wire.AddRequests)
     (crossed,) = message.requests()
     assert crossed == request
     assert hash(crossed.params.structured_output) == hash(wanted)
+
+
+def test_what_was_checked_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schemas of a hundred tools take 50 ms, and would with every turn of an agent."""
+    checked: list[Any] = []
+    monkeypatch.setattr(params, "check_schema", checked.append)
+    wanted = StructuredOutput.json_schema({"title": "only here", **S})
+    assert len(checked) == 1
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(wanted), type=StructuredOutput)
+    assert again == wanted
+    assert len(checked) == 1
