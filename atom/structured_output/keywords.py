@@ -28,6 +28,22 @@ FORMATS = (
     *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"),
     *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
 )
+_DAY = (
+    "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+# From the year 1 on, as some readers do not know the year 0.
+_YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_FOURTH = "(0[48]|[2468][048]|[13579][26])"
+_DATE = f"({_YEAR}-{_DAY}|([0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
+_HOUR = "([01][0-9]|2[0-3])"
+_TIME = f"{_HOUR}:[0-5][0-9]:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOUR}:[0-5][0-9])"
+# Those of the library let days and seconds be written that there are not.
+_FORMAT_PATTERNS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+}
 # The library's numbers are of 64 bits.
 _LARGEST = (1 << 63) - 1
 _MAX_VALUES = 1024
@@ -102,7 +118,10 @@ def lowered_string(own: dict[str, Any]) -> dict[str, Any]:
     elif format is not None and lengths:
         raise Refused(f"'format' ({format}) beside {lengths[0]!r} is not supported", "format")
     lowered = {"type": "string", "minLength": low, "maxLength": high, "pattern": own.get("pattern")}
-    lowered["format"] = format
+    if format in _FORMAT_PATTERNS:
+        lowered["pattern"] = _FORMAT_PATTERNS[format]
+    else:
+        lowered["format"] = format
     return {name: value for name, value in lowered.items() if value not in (None, 0)} | (
         {"maxLength": 0} if high == 0 else {}
     )

@@ -165,3 +165,21 @@ def test_what_only_the_compiler_refuses_is_any_object_for_lenient_tools(
 def test_references_that_say_nothing_are_refused(schema: Any) -> None:
     with pytest.raises(ValueError, match=r"'\$ref' to '#.*' leads back to itself alone"):
         check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("format", "good", "bad"),
+    [
+        (
+            "date",
+            "2023-02-28 2024-02-29 2000-02-29 0004-02-29 0001-01-01 1999-12-31 2023-04-30",
+            "2023-02-29 1900-02-29 0000-02-29 0000-01-01 2023-04-31 2023-00-01 2023-1-1 2023-13-01",
+        ),
+        ("time", "00:00:00Z 23:59:59.25+02:00", "24:00:00Z 10:00:60Z 10:00:00 10:00Z 1:00:00Z"),
+        ("date-time", "2024-02-29T10:00:00-08:00", "2023-02-29T10:00:00Z 2023-02-28"),
+    ],
+)
+def test_days_and_times_exist(backend: XGrammarBackend, format: str, good: str, bad: str) -> None:
+    schema = {"type": "string", "format": format}
+    assert [text for text in good.split() if not takes(backend, schema, json.dumps(text))] == []
+    assert [text for text in bad.split() if takes(backend, schema, json.dumps(text))] == []
