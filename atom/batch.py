@@ -104,7 +104,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
         return sum([s.wants_sample and s.wants_drafts for s in self.sequences])
 
 
-class Orders(msgspec.Struct, frozen=True):
+class RankStep(msgspec.Struct, frozen=True):
     """What the first rank tells the others to do in a step.
 
     Attributes:
@@ -125,7 +125,7 @@ class Orders(msgspec.Struct, frozen=True):
         return not (self.is_idle or self.batch.sequences or self.batch.freed_rows)
 
     @classmethod
-    def of(cls, batch: ScheduledBatch, num_drafts: int, kind: int | None = None) -> Orders:
+    def of(cls, batch: ScheduledBatch, num_drafts: int, kind: int | None = None) -> RankStep:
         new = [_without_sampling(sequence) for sequence in batch.new]
         return cls(ScheduledBatch(batch.sequences, new, batch.freed_rows), num_drafts, kind)
 
@@ -159,11 +159,11 @@ class SequenceResult(msgspec.Struct, frozen=True, gc=False):
             sampled.
         failure: why the sequence cannot continue after `token_ids`, which may be empty; None if it
             can.
-        later_drafts: with a step launched already that goes on from these tokens: drafts for the
-            one behind it, with their source, if that one brings what is expected. None where those
-            that lie on the device by then are expected to bring more.
-        lost_ahead: how many tokens fewer a step is expected to bring that is launched before the
-            results of the one before it are read, since its drafts are looked up late.
+        drafts_after_next: with a step launched already that goes on from these tokens: drafts for
+            the one behind it, with their source, if that one brings what is expected. None where
+            those that lie on the device by then are expected to bring more.
+        tokens_lost_by_overlap: how many tokens fewer a step is expected to bring that is launched
+            before the results of the one before it are read, since its drafts are looked up late.
     """
 
     token_ids: list[int]
@@ -172,8 +172,8 @@ class SequenceResult(msgspec.Struct, frozen=True, gc=False):
     draft_token_ids: list[int] = []
     draft_source: str | None = None
     failure: str | None = None
-    later_drafts: tuple[list[int], str] | None = None
-    lost_ahead: float = 0.0
+    drafts_after_next: tuple[list[int], str] | None = None
+    tokens_lost_by_overlap: float = 0.0
 
 
 class StepParts(msgspec.Struct, frozen=True):
@@ -181,12 +181,12 @@ class StepParts(msgspec.Struct, frozen=True):
 
     Attributes:
         target: the model's layers were.
-        choice: the choice of tokens was.
+        sample: the choice of tokens was.
         drafts: what the proposer does was; None when it had nothing to do.
     """
 
     target: bool = False
-    choice: bool = False
+    sample: bool = False
     drafts: bool | None = None
 
 

@@ -157,7 +157,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if not all(isinstance(s, str) and s for s in self.stop_strings):
             raise ValueError(f"stop must hold non-empty strings, got {quote(self.stop)}")
         _check_tokens("stop_token_ids", self.stop_token_ids or ())
-        self._check_wishes()
+        self._check_logit_constraints()
 
     @property
     def needs(self) -> Needs:
@@ -188,7 +188,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             needs |= Needs.PROCESSORS
         return needs
 
-    def _check_wishes(self) -> None:
+    def _check_logit_constraints(self) -> None:
         """Check what changes the logits of single tokens."""
         for token_id, bias in (self.logit_bias or {}).items():
             if not isinstance(token_id, int) or token_id < 0:

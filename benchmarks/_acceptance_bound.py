@@ -25,7 +25,7 @@ from atom.model_ops.kernels.torch.draft_choice import filtered
 from atom.model_ops.metadata import SamplingMetadata
 from atom.sampling import edits, sampler
 from atom.spec_decode.base import Guide
-from atom.spec_decode.choice import Chosen, DraftChoice
+from atom.spec_decode.choice import Chosen, DraftSampler
 
 
 @dataclass
@@ -114,7 +114,7 @@ def rows_logged() -> Iterator[RowLog]:
     penalties, are not seen.
     """
     log = RowLog()
-    choose, choose_draft = edits.choose, DraftChoice.choose
+    choose, choose_draft = edits.choose, DraftSampler.choose
 
     def choose_and_log(logits: torch.Tensor, metadata: SamplingMetadata, *rest: Any) -> Any:
         sampled = choose(logits, metadata, *rest)
@@ -123,7 +123,7 @@ def rows_logged() -> Iterator[RowLog]:
         return sampled
 
     def draft_and_log(
-        self: DraftChoice,
+        self: DraftSampler,
         logits: torch.Tensor,
         race: SamplingMetadata | None,
         positions: torch.Tensor,
@@ -138,7 +138,7 @@ def rows_logged() -> Iterator[RowLog]:
 
     with (
         patch.object(sampler, "choose", choose_and_log),
-        patch.object(DraftChoice, "choose", draft_and_log),
+        patch.object(DraftSampler, "choose", draft_and_log),
     ):
         yield log
 

@@ -108,7 +108,7 @@ class _Recorded:
     """
 
     can_be_interrupted = True
-    patience_ms: int | None = None
+    max_idle_ms: int | None = None
 
     def __init__(self, inner: Worker, device: torch.device) -> None:
         self._inner = inner

@@ -98,7 +98,7 @@ class NullExecutor:
     """
 
     can_be_interrupted = True
-    patience_ms: int | None = None
+    max_idle_ms: int | None = None
 
     def __init__(
         self,

@@ -137,9 +137,9 @@ class EngineCore:
         return self._scheduler.has_unfinished or self._grammar_queue.has_waiting
 
     @property
-    def patience_ms(self) -> int | None:
+    def max_idle_ms(self) -> int | None:
         """Without work, `step` must be called after so long at the latest; None for never."""
-        return self.executor.patience_ms
+        return self.executor.max_idle_ms
 
     @property
     def stats(self) -> EngineStats:
@@ -187,7 +187,7 @@ class EngineCore:
 
     def _admit_compiled(self) -> None:
         """Pass requests whose grammar is ready to the scheduler."""
-        if not self._scheduler.has_unfinished and self.patience_ms != 0:
+        if not self._scheduler.has_unfinished and self.max_idle_ms != 0:
             self._grammar_queue.wait()
         with self._end:
             self._refused += self._grammar_queue.release(self._scheduler.add)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from atom.batch import LaunchedStep, Lookahead, Orders, ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, Lookahead, RankStep, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.distributed.place import Place
 from atom.distributed.stages import Stages
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _IDLE_MS = 1000
 _NOTHING = ScheduledBatch([], [], [])
 _encoder = msgspec.msgpack.Encoder()
-_orders: msgspec.msgpack.Decoder[Orders] = msgspec.msgpack.Decoder(Orders)
+_orders: msgspec.msgpack.Decoder[RankStep] = msgspec.msgpack.Decoder(RankStep)
 
 
 class Executor(Protocol):
@@ -38,7 +38,7 @@ class Executor(Protocol):
 
     Attributes:
         can_be_interrupted: whether an interrupted step leaves the executor usable.
-        patience_ms: without work, run an empty batch after so long at the latest, since other
+        max_idle_ms: without work, run an empty batch after so long at the latest, since other
             engines wait, or ranks may be lost; None when that is not needed.
         depth: how many steps may be launched before the results of the first are read: 1 or 2.
     """
@@ -53,7 +53,7 @@ class Executor(Protocol):
     def grammars(self) -> GrammarCache: ...
 
     @property
-    def patience_ms(self) -> int | None: ...
+    def max_idle_ms(self) -> int | None: ...
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep: ...
 
@@ -164,8 +164,8 @@ class RanksExecutor:
         return self._worker.grammars
 
     @property
-    def patience_ms(self) -> int | None:
-        return self._lockstep.patience_ms if self._lockstep.is_coupled else _IDLE_MS
+    def max_idle_ms(self) -> int | None:
+        return self._lockstep.max_idle_ms if self._lockstep.is_coupled else _IDLE_MS
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Launch a batch on all ranks; they go on without waiting for its results, too.
@@ -231,7 +231,7 @@ class RanksExecutor:
         self._worker.shutdown()
         self._driver.close()
 
-    def _publish(self, orders: Orders) -> Orders:
+    def _publish(self, orders: RankStep) -> RankStep:
         orders = self._lockstep.agree(orders)
         if not orders.is_nothing:
             self._driver.publish(_encoder.encode(orders))

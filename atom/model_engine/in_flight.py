@@ -45,7 +45,7 @@ class InFlight:
             drafts: whether steps verify drafts.
         """
         newest = self._batches[-1][1] if self._batches else []
-        lost = sum(0.5 if seq.must_wait(drafts) else seq.lost_ahead for seq in newest)
+        lost = sum(0.5 if seq.must_wait(drafts) else seq.tokens_lost_by_overlap for seq in newest)
         return _LOSES_ONE_OF * lost <= len(newest)
 
     def check_room(self, before: LaunchedStep | None) -> None:

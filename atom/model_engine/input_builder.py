@@ -17,7 +17,7 @@ from atom.graphs.runner import FitOp, GraphKey
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
 from atom.model_engine.carried_rows import CarriedPlan, CarriedRows
-from atom.model_engine.kept_step import KeptStep, KeptSteps, layout_of
+from atom.model_engine.step_layout import StepLayout, StepLayoutCache, layout_of
 from atom.model_engine.step_places import GraphInput, Places, Shape, TakeOp
 from atom.model_engine.step_tables import StepTables
 from atom.model_ops.kernels.torch.gather import take_inputs
@@ -40,13 +40,13 @@ class StepInput:
         next_token_ids: [T] int64, the known token after each row; undefined for sampled rows. None
             without a proposer that reads steps.
         sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
-        race_rows: [S] int64, the sampled sequences' rows; None when all are greedy, or without a
-            proposer that reads steps.
-        decodes: whether each sequence has its last known token, even of its prompt, and its drafts,
-            and no others.
-        recurs: whether other steps have the same shapes, as steps that decode do, and all that
-            the model's layers read and that differs between them is in tensors.
-        is_plain: whether that holds for the choice of tokens, too.
+        draft_sampling_rows: [S] int64, the sampled sequences' rows; None when all are greedy, or
+            without a proposer that reads steps.
+        is_decode: whether each sequence has its last known token, even of its prompt, and its
+            drafts, and no others.
+        is_replayable: whether other steps have the same shapes, as steps that decode do, and all
+            that the model's layers read and that differs between them is in tensors.
+        samples_on_device: whether that holds for the choice of tokens, too.
         carried: what passes from step to step on the device; None if steps do not overlap.
         recordings: of work on these inputs.
     """
@@ -56,10 +56,10 @@ class StepInput:
     sample: SamplePlan
     next_token_ids: torch.Tensor | None
     sampled: torch.Tensor | None
-    race_rows: torch.Tensor | None
-    decodes: bool
-    recurs: bool
-    is_plain: bool
+    draft_sampling_rows: torch.Tensor | None
+    is_decode: bool
+    is_replayable: bool
+    samples_on_device: bool
     carried: CarriedPlan | None
     recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
 
@@ -113,7 +113,7 @@ class InputBuilder:
         self._ragged_len = ragged_len
         self._selects_rows = selects_rows
         self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
-        self._kept = KeptSteps()
+        self._kept = StepLayoutCache()
         width = -(-max_model_len // block_size)
         if plan is not None:  # the last bound has room for padding behind the longest context
             width = max(width, plan.table_width)
@@ -133,10 +133,10 @@ class InputBuilder:
         tables = self._tables.on_device[:, : out.shape[1]]
         return GraphInput(
             model_input,
-            places.sources_there,
-            places.rows_there,
-            places.num_drafts_there,
-            places.successors_there if self._drafts else None,
+            places.sources_dev,
+            places.rows_dev,
+            places.num_drafts_dev,
+            places.successors_dev if self._drafts else None,
             tables,
             self._take,
         )
@@ -156,19 +156,19 @@ class InputBuilder:
         places.pad(query_len, np.arange(0))
         self.staging.send()
         model_input = ModelInput(
-            places.input_ids_there,
-            places.positions_there,
+            places.input_ids_dev,
+            places.positions_dev,
             AttentionMetadata(
-                slot_mapping=places.slots_there,
+                slot_mapping=places.slots_dev,
                 block_tables=block_tables,
-                block_counts=places.block_counts_there,
-                context_lens=places.context_lens_there,
-                cu_seqlens_q=places.starts_there,
+                block_counts=places.block_counts_dev,
+                context_lens=places.context_lens_dev,
+                cu_seqlens_q=places.starts_dev,
                 max_seqlen_q=query_len,
                 max_context_len=max_context_len,
                 query_lens_cpu=(query_len,) * size,
                 context_lens_cpu=None,
-                padding_lens=places.padding_there if captured and query_len > 1 else None,
+                padding_lens=places.padding_dev if captured and query_len > 1 else None,
             ),
         )
         return model_input, places
@@ -195,7 +195,7 @@ class InputBuilder:
         self._tables.grow(sequences)
         self._fill(places, sequences, shape)
         input_ids = places.input_ids[: shape.num_rows]
-        next_token_ids = self._put_successors(places, sequences, shape)
+        next_token_ids = self._put_shifted_input_ids(places, sequences, shape)
         sample = self._sampler.lay_out(
             batch,
             shape.rows,
@@ -205,32 +205,36 @@ class InputBuilder:
             self.staging,
         )
         indices = sample.layout.indices
-        sampled, races = None, next_token_ids is not None and sample.rows is not None
-        race_rows = places.rows_there[: shape.num_sequences] if races else None
+        sampled, is_sampled = None, next_token_ids is not None and sample.rows is not None
+        draft_sampling_rows = places.rows_dev[: shape.num_sequences] if is_sampled else None
         if len(indices) != len(sequences):
             sampled = self.staging.put(np.array(indices, dtype=np.int64))
-            race_rows = self.staging.put(shape.rows[indices]) if races else None
-        recurs = sampled is None and not batch.new and shape.longest_query <= MAX_DECODE_QUERIES
-        is_plain = recurs and sample.is_plain
+            draft_sampling_rows = self.staging.put(shape.rows[indices]) if is_sampled else None
+        is_replayable = (
+            sampled is None and not batch.new and shape.longest_query <= MAX_DECODE_QUERIES
+        )
+        samples_on_device = is_replayable and sample.samples_on_device
         rest = (graph, sample, next_token_ids)
-        keeps = is_plain or (recurs and self._step_tables is not None and not sample.prompts)
+        keeps = samples_on_device or (
+            is_replayable and self._step_tables is not None and not sample.prompts
+        )
         words = self.staging.words() if layout is not None and keeps else None
         # Last, since their number changes between steps that are otherwise the same.
         carried = self._send(sequences, sample, shape.lens)
         model_input = self._model_input(places, sequences, shape, graph)
-        if self._selects_rows and graph is None and not recurs and not sample.prompts:
+        if self._selects_rows and graph is None and not is_replayable and not sample.prompts:
             model_input = replace(model_input, output_rows=sample.logits_indices)
         self._take_carried(carried, model_input, sample, next_token_ids)
         if words is not None:
             first = (sequences, model_input, graph, sample, next_token_ids)
-            where = (places.rows_there, race_rows, shape.places)
-            own = KeptStep.of(*first, *where, self.staging, words)
+            where = (places.rows_dev, draft_sampling_rows, shape.places)
+            own = StepLayout.of(*first, *where, self.staging, words)
             self._kept.add(layout, own)
-        decodes = layout is not None
-        how = decodes, recurs, is_plain
-        return StepInput(model_input, *rest, sampled, race_rows, *how, carried)
+        is_decode = layout is not None
+        how = is_decode, is_replayable, samples_on_device
+        return StepInput(model_input, *rest, sampled, draft_sampling_rows, *how, carried)
 
-    def _repeat(self, kept: KeptStep, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
+    def _repeat(self, kept: StepLayout, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
         """A step of a known layout; None if it needs another graph, or the host has no say in it
         any more.
         """
@@ -242,7 +246,7 @@ class InputBuilder:
         context_lens = tuple(map(add, starts, attention.query_lens_cpu))
         self.staging.repeat(kept.words)
         sample = kept.sample
-        if not kept.is_plain:
+        if not kept.samples_on_device:
             now = self._sampler.lay_out_again(sample, sequences, self.staging)
             if now is None:
                 return None
@@ -250,10 +254,10 @@ class InputBuilder:
         self._tables.grow(sequences)
         kept.fill(sequences, context_lens, self._tables, self._block_size)
         carried = self._send(sequences, sample, attention.query_lens_cpu)
-        tables = self._select_tables(sequences, kept.rows_there, kept.graph)
+        tables = self._select_tables(sequences, kept.rows_dev, kept.graph)
         if self._step_tables is not None and carried is None:
             step = self._kept_input(kept, tables)
-            return step if kept.is_plain else replace(step, sample=sample)
+            return step if kept.samples_on_device else replace(step, sample=sample)
         attention = replace(
             attention,
             block_tables=tables,
@@ -263,9 +267,9 @@ class InputBuilder:
         )
         step = _input_of(kept, attention, carried)
         self._take_carried(carried, step.model_input, sample, kept.next_token_ids)
-        return step if kept.is_plain else replace(step, sample=sample)
+        return step if kept.samples_on_device else replace(step, sample=sample)
 
-    def _kept_input(self, kept: KeptStep, tables: torch.Tensor) -> StepInput:
+    def _kept_input(self, kept: StepLayout, tables: torch.Tensor) -> StepInput:
         """The same for all steps with these tables: the lengths of contexts are bounded by them."""
         step = kept.step
         if step is None or step.model_input.attention.block_tables is not tables:
@@ -331,7 +335,7 @@ class InputBuilder:
         width = max(s.num_blocks for s in sequences)
         return self._tables.on_device[:, :width].index_select(0, rows)
 
-    def _put_successors(
+    def _put_shifted_input_ids(
         self, places: Places, sequences: Sequence[ScheduledSequence], shape: Shape
     ) -> torch.Tensor | None:
         if not self._drafts:
@@ -341,7 +345,7 @@ class InputBuilder:
         if middle:
             after[shape.ends[middle] - 1] = [sequences[i].successor_token for i in middle]
         places.successors[: shape.num_rows] = after
-        return places.successors_there[: shape.num_rows]
+        return places.successors_dev[: shape.num_rows]
 
     def _model_input(
         self,
@@ -352,37 +356,37 @@ class InputBuilder:
     ) -> ModelInput:
         count, tokens = shape.num_sequences, shape.num_rows
         return ModelInput(
-            places.input_ids_there[:tokens],
-            places.positions_there[:tokens],
+            places.input_ids_dev[:tokens],
+            places.positions_dev[:tokens],
             AttentionMetadata(
-                slot_mapping=places.slots_there[:tokens],
-                block_tables=self._select_tables(sequences, places.rows_there, graph),
-                block_counts=places.block_counts_there[:count],
-                context_lens=places.context_lens_there[:count],
-                cu_seqlens_q=places.starts_there[: count + 1],
+                slot_mapping=places.slots_dev[:tokens],
+                block_tables=self._select_tables(sequences, places.rows_dev, graph),
+                block_counts=places.block_counts_dev[:count],
+                context_lens=places.context_lens_dev[:count],
+                cu_seqlens_q=places.starts_dev[: count + 1],
                 max_seqlen_q=shape.longest_query,
                 max_context_len=shape.longest_context,
                 query_lens_cpu=tuple(shape.lens),
                 context_lens_cpu=_known(sequences, tuple(shape.context_lens)),
                 most_context_cpu=tuple(shape.context_lens),
                 padding_lens=(
-                    None if graph is None or graph.query_len == 1 else places.padding_there[:count]
+                    None if graph is None or graph.query_len == 1 else places.padding_dev[:count]
                 ),
             ),
         )
 
 
 def _input_of(
-    kept: KeptStep, attention: AttentionMetadata, carried: CarriedPlan | None
+    kept: StepLayout, attention: AttentionMetadata, carried: CarriedPlan | None
 ) -> StepInput:
     return StepInput(
         replace(kept.model_input, attention=attention),
         *(kept.graph, kept.sample, kept.next_token_ids),
         sampled=None,
-        race_rows=kept.race_rows,
-        decodes=True,
-        recurs=True,
-        is_plain=kept.is_plain,
+        draft_sampling_rows=kept.draft_sampling_rows,
+        is_decode=True,
+        is_replayable=True,
+        samples_on_device=kept.samples_on_device,
         carried=carried,
     )
 

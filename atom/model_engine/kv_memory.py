@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from atom.batch import Orders
+from atom.batch import RankStep
 from atom.config import ConfigError
 from atom.kv_cache.base import KVCacheBuilder, KVCacheMemoryError, num_spare_blocks, plan_kv_cache
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
@@ -135,7 +135,7 @@ def _run_largest_steps(rank: Rank, parts: RankParts) -> None:
             if rank.place.is_first:
                 runner.launch(batch).collect()
             else:
-                runner.follow(Orders.of(batch, drafter.max_drafts))
+                runner.follow(RankStep.of(batch, drafter.max_drafts))
     except (torch.OutOfMemoryError, SamplingFailedError) as failed:
         error = failed.cause if isinstance(failed, SamplingFailedError) else failed
         if not isinstance(error, torch.OutOfMemoryError):

@@ -12,7 +12,7 @@ import torch
 
 from atom.batch import (
     LaunchedStep,
-    Orders,
+    RankStep,
     ScheduledBatch,
     SequenceResult,
     StepOutput,
@@ -32,7 +32,7 @@ from atom.spec_decode.made_drafts import NO_DRAFTS
 _NOTHING = ScheduledBatch([], [], [])
 
 
-def _put_off(
+def _shift_lookup_drafts(
     results: list[SequenceResult],
     indices: Sequence[int],
     launched: Launched,
@@ -43,7 +43,7 @@ def _put_off(
 
     Args:
         indices: of the sampled sequences in `results`.
-        lost: as `lost_ahead` of these.
+        lost: as `tokens_lost_by_overlap` of these.
     """
     for index, drafts, looked_up, tokens in zip(indices, launched, found, lost, strict=True):
         result = results[index]
@@ -54,7 +54,10 @@ def _put_off(
                 later = draft_ids, source
             draft_ids = []
         results[index] = msgspec.structs.replace(
-            result, draft_token_ids=draft_ids, later_drafts=later, lost_ahead=tokens
+            result,
+            draft_token_ids=draft_ids,
+            drafts_after_next=later,
+            tokens_lost_by_overlap=tokens,
         )
 
 
@@ -80,7 +83,7 @@ class ModelRunner:
         steps: StepRunner,
         sampler: Sampler,
         drafter: Drafter,
-        publish: Callable[[Orders], Orders] | None = None,
+        publish: Callable[[RankStep], RankStep] | None = None,
         carried: CarriedRows | None = None,
     ) -> None:
         self.inputs = inputs
@@ -117,9 +120,9 @@ class ModelRunner:
         step = self.inputs.build(batch) if batch.sequences else None
         if self._publish is not None:
             kind = None if step is None else step.sample.kind
-            orders = self._publish(Orders.of(batch, numbers.made, kind))
+            orders = self._publish(RankStep.of(batch, numbers.made, kind))
             numbers = self._drafter.follow(numbers, orders.num_drafts)
-            self._go_along(orders)
+            self._run_dummy_step(orders)
         if step is None:
             nothing = StepOutput([], self._drafter.num_lookup_tokens)
             return LaunchedStep(lambda: nothing)
@@ -169,8 +172,8 @@ class ModelRunner:
             drafts = self._drafter.merge(numbers, rows, found, made, allowed, launched)
         results = self._results(batch, step, sampled, drafts)
         if self._carried is not None and self._drafter.looks:
-            indices, lost = step.sample.layout.indices, self._drafter.lost_ahead
-            _put_off(results, indices, launched or [None] * len(rows), found, lost)
+            indices, lost = step.sample.layout.indices, self._drafter.tokens_lost_by_overlap
+            _shift_lookup_drafts(results, indices, launched or [None] * len(rows), found, lost)
         return StepOutput(results, self._drafter.num_lookup_tokens, parts)
 
     def _launched_drafts(
@@ -215,12 +218,12 @@ class ModelRunner:
         return StepOutput(results, self._drafter.num_lookup_tokens, parts)
 
     @torch.inference_mode()
-    def follow(self, orders: Orders) -> None:
+    def follow(self, orders: RankStep) -> None:
         """This rank's part of a step whose tokens the first rank samples."""
         batch = orders.batch
         self._start(batch)
         numbers = self._drafter.follow(DraftNumbers(), orders.num_drafts)
-        self._go_along(orders)
+        self._run_dummy_step(orders)
         if not batch.sequences:
             return
         step = self.inputs.build(batch)
@@ -231,7 +234,7 @@ class ModelRunner:
         proposed, _ = done.draft(numbers.made)
         self._leave(step, done.verified, proposed)
 
-    def _go_along(self, orders: Orders) -> None:
+    def _run_dummy_step(self, orders: RankStep) -> None:
         """Compute a padding row, and drafts after it, if other engines need this one's experts."""
         if orders.is_idle:
             self.steps.run_padding(self.inputs.padding(), orders.num_drafts)

@@ -40,8 +40,8 @@ class PlannedBatch:
             assert self._before is not None
             token_ids, source = [0] * count, self._before.draft_source
             drafts = [0] * num_drafts
-            if seq.later_drafts is not None:
-                drafts, source = seq.later_drafts
+            if seq.drafts_after_next is not None:
+                drafts, source = seq.drafts_after_next
         if num_drafts:
             token_ids += drafts[:num_drafts]
         scheduled = ScheduledSequence(
@@ -57,7 +57,7 @@ class PlannedBatch:
             None if is_last else known[end],
             seq.request.params.speculation,
             is_ahead,
-            is_ahead and seq.later_drafts is not None,
+            is_ahead and seq.drafts_after_next is not None,
         )
         seq.launched.add(scheduled)
         # A prompt's last token may be as alone as a newest token is.

@@ -39,27 +39,27 @@ class _Layers:
         logits: [R, V] float32, until other work is replayed.
         last_rows: [S] int64, as in `VerifiedStep`, written once the tokens are chosen; None when
             the proposer reads no steps.
-        race: as in `VerifiedStep`.
+        draft_sampling: as in `VerifiedStep`.
         recordings: of the proposer's work behind it, by the number of drafts.
     """
 
     output: ModelOutput
     logits: torch.Tensor
     last_rows: torch.Tensor | None
-    race: SamplingMetadata | None
+    draft_sampling: SamplingMetadata | None
     recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
 
     @property
     def kept(self) -> list[torch.Tensor]:
         """All tensors but the logits."""
-        options = () if self.race is None else self.race.tensors
+        options = () if self.draft_sampling is None else self.draft_sampling.tensors
         states = [self.output.hidden_states, *self.output.aux_hidden_states]
         return [*states, *(t for t in (self.last_rows, *options) if t is not None)]
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A step that recurs, up to its drafts.
+    """A step that is_replayable, up to its drafts.
 
     Attributes:
         is_whole: whether the choice of tokens is part of the program.
@@ -111,15 +111,15 @@ class RecordedSteps(StepRunner):
         *,
         rests: bool,
     ) -> ComputedStep:
-        if not step.recurs:
+        if not step.is_replayable:
             return super().run(sequences, step, num_drafts, rests=rests)
         recorder = self._recorder
-        if step.is_plain:
+        if step.samples_on_device:
             done = recorder.run(step.recordings, rests, lambda: self._whole(step, rests=rests))
         else:
             done = self._in_parts(step)
         replayed = recorder.was_replayed
-        parts = StepParts(replayed, choice=replayed and done.is_whole)
+        parts = StepParts(replayed, sample=replayed and done.is_whole)
         view = done.target.view(sequences, step)
         if view is None:
             return ComputedStep(done.target.verified, None, parts)
@@ -206,15 +206,15 @@ class RecordedSteps(StepRunner):
         verified, last_rows = self._choose(step, layers.output, layers.logits)
         if layers.last_rows is not None and last_rows is not None:
             layers.last_rows.copy_(last_rows)
-        target = TargetStep(layers.output, verified, layers.last_rows, layers.race)
+        target = TargetStep(layers.output, verified, layers.last_rows, layers.draft_sampling)
         return _Recorded(target, recordings=layers.recordings)
 
     def _layers(self, step: StepInput) -> Work[_Layers]:
         """All of the target's part but for the choice of tokens."""
-        plan, races = step.sample, step.race_rows is not None
+        plan, is_sampled = step.sample, step.draft_sampling_rows is not None
         return Work(
             "a step up to its logits",
-            (kind_of(plan.needs) if races else None, step.model_input.attention.max_seqlen_q),
+            (kind_of(plan.needs) if is_sampled else None, step.model_input.attention.max_seqlen_q),
             (*_inputs(step), plan.logits_indices),
             lambda: self._compute_layers(_with_unknown_lengths(step)),
             lambda layers: layers.kept,
@@ -227,13 +227,15 @@ class RecordedSteps(StepRunner):
         logits = self._sampler.logits(plan, output.hidden_states)
         if step.next_token_ids is not None:
             last_rows = plan.logits_indices.new_empty(len(plan.states))
-        return _Layers(output, logits, last_rows, self._sampler.race(plan, step.race_rows))
+        return _Layers(
+            output, logits, last_rows, self._sampler.draft_sampling(plan, step.draft_sampling_rows)
+        )
 
 
 def _inputs(step: StepInput) -> tuple[torch.Tensor | None, ...]:
     """What is read whatever the choice of tokens is."""
     given = step.model_input
-    rows = given.input_ids, given.positions, step.next_token_ids, step.race_rows
+    rows = given.input_ids, given.positions, step.next_token_ids, step.draft_sampling_rows
     return *rows, *given.attention.tensors
 
 

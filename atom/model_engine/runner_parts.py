@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from atom.batch import Orders
+from atom.batch import RankStep
 from atom.model_engine.carried_rows import CarriedRows
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.model_runner import ModelRunner
@@ -23,7 +23,7 @@ from atom.sampling.synthetic import SyntheticAcceptance
 
 
 def create_runner(
-    rank: Rank, parts: RankParts, publish: Callable[[Orders], Orders] | None = None
+    rank: Rank, parts: RankParts, publish: Callable[[RankStep], RankStep] | None = None
 ) -> ModelRunner:
     """A runner with inputs and sampling rows of its own.
 

@@ -32,8 +32,8 @@ from atom.messages import (
     check_request,
 )
 from atom.model_engine.block_pool import BlockPool
-from atom.model_engine.holdings import Holdings
 from atom.model_engine.in_flight import InFlight
+from atom.model_engine.kv_cache_manager import KVCacheManager
 from atom.model_engine.planned_batch import PlannedBatch
 from atom.model_engine.prefix_cache import PrefixCache
 from atom.model_engine.scheduler_counts import SchedulerCounts
@@ -72,7 +72,9 @@ class Scheduler:
         self._options = options
         self._pool = pool
         self._prefixes = PrefixCache(pool, lookahead.kv_depends_on_successor)
-        self._holdings = Holdings(pool, self._prefixes, options.max_num_seqs, lookahead)
+        self._kv_cache_manager = KVCacheManager(
+            pool, self._prefixes, options.max_num_seqs, lookahead
+        )
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._lookahead = lookahead
@@ -152,7 +154,7 @@ class Scheduler:
             self._admit(plan)
         if self._in_flight and not plan.sequences:
             return plan.finish([])
-        batch = plan.finish(self._holdings.take_freed_rows())
+        batch = plan.finish(self._kv_cache_manager.take_freed_rows())
         if plan.sequences:
             self._in_flight.add(batch, plan.sequences)
         return batch
@@ -178,7 +180,7 @@ class Scheduler:
                 if made is not None:
                     outputs.append(made)
             elif not seq.launched:
-                self._holdings.free(seq)
+                self._kv_cache_manager.free(seq)
         self._counts.step_ended(batch, output)
         return outputs
 
@@ -200,9 +202,9 @@ class Scheduler:
             RuntimeError: when only other batches are in flight.
         """
         rows, ended, freed = self._in_flight.take_back(batch)
-        self._holdings.return_freed_rows(freed)
+        self._kv_cache_manager.return_freed_rows(freed)
         for seq in ended:
-            self._holdings.free(seq)
+            self._kv_cache_manager.free(seq)
         for seq in list(self._running):
             self._preempt(seq)
         if cause is None:
@@ -265,7 +267,7 @@ class Scheduler:
         """Grow the block table to `num_tokens`; false if `seq` itself had to be preempted, or has
         to wait for one in flight.
         """
-        while not self._holdings.grow(seq, num_tokens):
+        while not self._kv_cache_manager.grow(seq, num_tokens):
             victim = self._running[-1]
             if victim.launched:
                 return False
@@ -323,7 +325,9 @@ class Scheduler:
         """
         # Without chunked prefill the first step must reach the end of the prompt.
         least = 0 if self._options.enable_chunked_prefill else seq.num_prompt_tokens
-        count = self._holdings.begin(seq, budget, least=least, spare=len(self._running))
+        count = self._kv_cache_manager.allocate(
+            seq, budget, min_tokens=least, reserve_blocks=len(self._running)
+        )
         if count == 0:
             return 0
         if seq.num_preemptions == 0 and self._prefixes.serves(seq):
@@ -395,4 +399,4 @@ class Scheduler:
         """
         self._running.remove(seq)
         if not seq.launched:
-            self._holdings.free(seq)
+            self._kv_cache_manager.free(seq)

@@ -55,7 +55,7 @@ class SchedulerCounts:
         elif batch.num_decoding:
             totals.num_decode_steps += 1
             totals.num_replayed_decode_steps += parts.target
-            totals.num_replayed_choice_steps += parts.choice
+            totals.num_replayed_choice_steps += parts.sample
             totals.num_draft_steps += parts.drafts is not None
             totals.num_replayed_draft_steps += parts.drafts is True
 

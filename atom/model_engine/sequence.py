@@ -41,8 +41,8 @@ class Sequence:
         token_ids: the known tokens: prompt, then outputs.
         draft_token_ids: drafts to verify in the next step.
         draft_source: the source of these drafts, as in `SequenceResult`.
-        later_drafts: while it is launched, drafts behind what that will bring, as there.
-        lost_ahead: as there.
+        drafts_after_next: while it is launched, drafts behind what that will bring, as there.
+        tokens_lost_by_overlap: as there.
         num_computed: tokens whose KV is in the cache; always less than the known tokens.
         launched: its parts of steps whose results are not known yet.
         row: its row in the runner's per-sequence tables; only while it holds blocks.
@@ -66,8 +66,8 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     draft_token_ids: list[int] = field(default_factory=list)
     draft_source: str | None = None
-    later_drafts: tuple[list[int], str] | None = None
-    lost_ahead: float = 0.0
+    drafts_after_next: tuple[list[int], str] | None = None
+    tokens_lost_by_overlap: float = 0.0
     num_computed: int = 0
     launched: LaunchedParts = field(default_factory=LaunchedParts)
     row: int = -1
@@ -112,8 +112,8 @@ class Sequence:
         params, made = self.request.params, len(self.draft_token_ids)
         if self.launched.is_sampling and before is not None:
             made = before.num_drafts if params.speculation else 0
-            if self.later_drafts is not None:
-                made = len(self.later_drafts[0])
+            if self.drafts_after_next is not None:
+                made = len(self.drafts_after_next[0])
         most = params.num_speculative_tokens
         return made if most is None else min(made, most)
 
@@ -172,8 +172,10 @@ class Sequence:
         self.num_computed += len(scheduled.token_ids) - scheduled.num_drafts
         self.draft_token_ids = result.draft_token_ids if scheduled.wants_drafts else []
         self.draft_source = result.draft_source
-        self.later_drafts = result.later_drafts if scheduled.wants_drafts else None
-        self.lost_ahead = result.lost_ahead if scheduled.wants_drafts else 0.0
+        self.drafts_after_next = result.drafts_after_next if scheduled.wants_drafts else None
+        self.tokens_lost_by_overlap = (
+            result.tokens_lost_by_overlap if scheduled.wants_drafts else 0.0
+        )
 
     def extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None, int | None]:
         """Append output tokens, up to the one that ends the sequence.
@@ -250,7 +252,7 @@ class Sequence:
         self.num_sent_blocks = 0
         self.draft_token_ids = []
         self.draft_source = None
-        self.later_drafts = None
+        self.drafts_after_next = None
         self.num_computed = 0
         self.num_published = 0
         self.num_preemptions += 1

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ChoiceKey:
+class SampleGraphKey:
     """One graph: sequences, queries of each, and how their tokens are chosen."""
 
     batch_size: int
@@ -52,7 +52,7 @@ class DraftKey:
 
     target: GraphKey
     num_drafts: int
-    races: bool
+    is_sampled: bool
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,16 @@ class StepGraphs(StepRunner):
             assert last_rows is not None
             self._kept_of(step.graph).last_rows[: len(last_rows)] = last_rows
         # A graph of drafts reads the options by itself.
-        race = self._sampler.race(step.sample, step.race_rows) if drafting is None else None
-        view = TargetStep(output, verified, last_rows, race).view(sequences, step)
+        draft_sampling = (
+            self._sampler.draft_sampling(step.sample, step.draft_sampling_rows)
+            if drafting is None
+            else None
+        )
+        view = TargetStep(output, verified, last_rows, draft_sampling).view(sequences, step)
         propose = None if view is None else partial(self._propose, view)
         if drafting is not None and view is not None:
             propose = partial(self._replay_drafts, drafting, len(view.last_rows))
-        return ComputedStep(verified, propose, StepParts(True, choice=chosen is not None))
+        return ComputedStep(verified, propose, StepParts(True, sample=chosen is not None))
 
     def without_draft_replay(self) -> StepRunner:
         runner = copy.copy(self)
@@ -173,9 +177,9 @@ class StepGraphs(StepRunner):
         chooses them: where the host has a say, or sequences are in their prompts.
         """
         plan = step.sample
-        if not step.decodes or not plan.is_plain or plan.kind is None:
+        if not step.is_decode or not plan.samples_on_device or plan.kind is None:
             return None
-        key = ChoiceKey(graph.batch_size, graph.query_len, plan.kind)
+        key = SampleGraphKey(graph.batch_size, graph.query_len, plan.kind)
         if key not in self._captured:
             return None
         kept, count = self._kept_of(graph), len(plan.states)
@@ -203,12 +207,12 @@ class StepGraphs(StepRunner):
         drafts = (kept[:num_sequences] for kept in self._captured.replay(key))
         return Proposal(*drafts), True
 
-    def _choice_keys(self) -> Iterator[ChoiceKey]:
+    def _choice_keys(self) -> Iterator[SampleGraphKey]:
         bound = self._target.plan.context_bounds[0]
         for graph in self._target.keys:
             if graph.bucket.max_context_len == bound and graph.num_rows <= MOST_ROWS:
                 for kind in reversed(KINDS):
-                    yield ChoiceKey(graph.batch_size, graph.query_len, kind)
+                    yield SampleGraphKey(graph.batch_size, graph.query_len, kind)
 
     def _draft_keys(self) -> Iterator[DraftKey]:
         for graph in self._target.keys:
@@ -217,9 +221,9 @@ class StepGraphs(StepRunner):
     def _keys_of_drafts(self, graph: GraphKey) -> list[DraftKey]:
         """The graphs to capture behind one of the target's."""
         kinds = [(n, r) for n in self._draft_numbers for r in ((False, True) if n else (False,))]
-        return [DraftKey(graph, num_drafts, races) for num_drafts, races in kinds]
+        return [DraftKey(graph, num_drafts, is_sampled) for num_drafts, is_sampled in kinds]
 
-    def _kept_of(self, graph: GraphKey | ChoiceKey) -> _Kept:
+    def _kept_of(self, graph: GraphKey | SampleGraphKey) -> _Kept:
         key = graph.batch_size, graph.query_len
         if key not in self._kept:
             device = self._target.plan.device
@@ -227,7 +231,7 @@ class StepGraphs(StepRunner):
             self._kept[key] = _Kept(*numbers.unbind())
         return self._kept[key]
 
-    def _choosing(self, key: ChoiceKey) -> Callable[[], Sequence[torch.Tensor]]:
+    def _choosing(self, key: SampleGraphKey) -> Callable[[], Sequence[torch.Tensor]]:
         """The captured work of a choice -> tokens, accepted drafts and `last_rows`."""
         bucket = Bucket(key.batch_size, self._target.plan.context_bounds[0])
         given = self._inputs.graph_input(bucket, key.query_len)
@@ -246,13 +250,13 @@ class StepGraphs(StepRunner):
         output, kept = self._target.output(graph), self._kept_of(graph)
 
         def propose() -> Sequence[torch.Tensor]:
-            view = self._verified(given, output, kept, key.races)
+            view = self._verified(given, output, kept, key.is_sampled)
             return self._proposer.propose(view, key.num_drafts).tensors
 
         return propose
 
     def _verified(
-        self, given: GraphInput, output: ModelOutput, kept: _Kept, races: bool
+        self, given: GraphInput, output: ModelOutput, kept: _Kept, is_sampled: bool
     ) -> VerifiedStep:
         """A step of all the graph's sequences; it has metadata of its own in each run."""
         own = given.model_input
@@ -264,5 +268,5 @@ class StepGraphs(StepRunner):
             given.next_token_ids,
             kept.last_rows,
             None,
-            self._sampler.race_of_decode_rows(given.rows) if races else None,
+            self._sampler.draft_sampling_of_decode_rows(given.rows) if is_sampled else None,
         )

@@ -62,7 +62,7 @@ class Shape:
 
 
 class Places:
-    """Host arrays and device tensors (`*_there`) of a forward pass over T tokens of B sequences.
+    """Host arrays and device tensors (`*_dev`) of a forward pass over T tokens of B sequences.
 
     Args:
         drafts: whether the token after each row is wanted.
@@ -78,18 +78,18 @@ class Places:
         drafts: bool,
         captured: bool,
     ) -> None:
-        self.input_ids, self.input_ids_there = staging.reserve(num_tokens)
-        self.positions, self.positions_there = staging.reserve(num_tokens)
-        self.slots, self.slots_there = staging.reserve(num_tokens)
-        self.successors, self.successors_there = staging.reserve(num_tokens if drafts else 0)
-        self.sources, self.sources_there = staging.reserve(num_tokens if captured else 0)
-        self.rows, self.rows_there = staging.reserve(num_sequences)
-        self.num_drafts, self.num_drafts_there = staging.reserve(num_sequences if captured else 0)
-        self.context_lens, self.context_lens_there = staging.reserve(num_sequences, torch.int32)
-        self.block_counts, self.block_counts_there = staging.reserve(num_sequences, torch.int32)
-        self.starts, self.starts_there = staging.reserve(num_sequences + 1, torch.int32)
+        self.input_ids, self.input_ids_dev = staging.reserve(num_tokens)
+        self.positions, self.positions_dev = staging.reserve(num_tokens)
+        self.slots, self.slots_dev = staging.reserve(num_tokens)
+        self.successors, self.successors_dev = staging.reserve(num_tokens if drafts else 0)
+        self.sources, self.sources_dev = staging.reserve(num_tokens if captured else 0)
+        self.rows, self.rows_dev = staging.reserve(num_sequences)
+        self.num_drafts, self.num_drafts_dev = staging.reserve(num_sequences if captured else 0)
+        self.context_lens, self.context_lens_dev = staging.reserve(num_sequences, torch.int32)
+        self.block_counts, self.block_counts_dev = staging.reserve(num_sequences, torch.int32)
+        self.starts, self.starts_dev = staging.reserve(num_sequences + 1, torch.int32)
         padded = num_sequences if captured else 0
-        self.padding, self.padding_there = staging.reserve(padded, torch.int32)
+        self.padding, self.padding_dev = staging.reserve(padded, torch.int32)
 
     def pad(self, query_len: int, places: np.ndarray) -> None:
         """Fill everything with padding: sequences with slot -1 (no KV write) and a context of

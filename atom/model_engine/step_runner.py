@@ -50,17 +50,17 @@ class TargetStep:
     """What the target's part of a step leaves on the device.
 
     Attributes:
-        last_rows, race: as in `VerifiedStep`; None when the proposer reads no steps.
+        last_rows, draft_sampling: as in `VerifiedStep`; None when the proposer reads no steps.
     """
 
     output: ModelOutput
     verified: Verified
     last_rows: torch.Tensor | None
-    race: SamplingMetadata | None
+    draft_sampling: SamplingMetadata | None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        options = () if self.race is None else self.race.tensors
+        options = () if self.draft_sampling is None else self.draft_sampling.tensors
         states = [self.output.hidden_states, *self.output.aux_hidden_states]
         kept = [t for t in (self.last_rows, *options) if t is not None]
         return [*states, self.verified.sampled, *self.verified.tensors, *kept]
@@ -77,7 +77,7 @@ class TargetStep:
             step.next_token_ids,
             self.last_rows,
             step.sampled,
-            self.race,
+            self.draft_sampling,
         )
 
 
@@ -156,7 +156,10 @@ class StepRunner:
         output = self._forward(step.model_input)
         verified, last_rows = self._choose(step, output)
         return TargetStep(
-            output, verified, last_rows, self._sampler.race(step.sample, step.race_rows)
+            output,
+            verified,
+            last_rows,
+            self._sampler.draft_sampling(step.sample, step.draft_sampling_rows),
         )
 
     def _choose(

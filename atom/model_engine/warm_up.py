@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from atom.batch import LaunchedStep, Orders, ScheduledBatch
+from atom.batch import LaunchedStep, RankStep, ScheduledBatch
 from atom.config import DEFAULT_MAX_LOGPROBS
 from atom.kv_cache.base import KVCacheMemoryError
 from atom.model_engine.model_runner import ModelRunner
@@ -47,7 +47,7 @@ def warm_up(rank: Rank, parts: RankParts, runner: ModelRunner, num_blocks: int) 
             else:
                 for batch in steps.batches:
                     num_drafts = drafter.begin(batch.num_drafting).made
-                    own.follow(Orders.of(batch, num_drafts, steps.kind))
+                    own.follow(RankStep.of(batch, num_drafts, steps.kind))
             _forget(own, steps, is_first=rank.place.is_first)
             count += len(steps.batches)
     except (torch.OutOfMemoryError, SamplingFailedError) as failed:
@@ -79,7 +79,7 @@ def _forget(runner: ModelRunner, steps: WarmUp, *, is_first: bool) -> None:
     if is_first:
         runner.launch(nothing).collect()
     else:
-        runner.follow(Orders.of(nothing, 0))
+        runner.follow(RankStep.of(nothing, 0))
 
 
 def warm_up_limits(rank: Rank, num_drafts: int, num_blocks: int) -> StepLimits:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from atom.batch import LaunchedStep, Orders, ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, RankStep, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.distributed.place import ALONE, Place
 from atom.distributed.stages import Stages
@@ -48,7 +48,7 @@ class Worker:
     """
 
     can_be_interrupted = True
-    patience_ms: int | None = None
+    max_idle_ms: int | None = None
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Worker:
         place: Place = ALONE,
         *,
         proposer_factory: ProposerFactory | None = None,
-        publish: Callable[[Orders], Orders] | None = None,
+        publish: Callable[[RankStep], RankStep] | None = None,
         source: ModelSource | None = None,
         stages: Stages | None = None,
     ) -> None:
@@ -123,7 +123,7 @@ class Worker:
             self._threads.step_ended(seconds)
         return output
 
-    def follow(self, orders: Orders) -> None:
+    def follow(self, orders: RankStep) -> None:
         """Take part in a step of the first rank."""
         self._runner.follow(orders)
 

@@ -15,10 +15,10 @@ import torch
 from atom.graphs.staging import StagingBuffer
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.upload import upload
+from atom.sampling.logit_constraints import ProcessedRow, TokenValues
 from atom.sampling.ops import TORCH_OPS, SamplingOps
 from atom.sampling.rows import SamplingRows, SequenceState
 from atom.sampling.token_counts import TokenCounts
-from atom.sampling.wishes import ProcessedRow, TokenValues
 from atom.sampling_params import EDITS, Needs
 from atom.structured_output.base import TokenMask
 

@@ -140,7 +140,7 @@ class SamplePlan:
         return self.kind == Needs(0)
 
     @property
-    def is_plain(self) -> bool:
+    def samples_on_device(self) -> bool:
         """Whether all that sampling reads is in tensors: no edits, logprobs or penalties."""
         special = (self.create_edits, self.logprob_rows, self.penalised)
         return bool(self.states) and not self.prompts and all(part is None for part in special)

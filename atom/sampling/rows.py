@@ -13,8 +13,8 @@ from atom.batch import NewSequence
 from atom.graphs.staging import StagingBuffer
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.upload import upload
+from atom.sampling.logit_constraints import BadWords, TokenValues, allowed_mask, read_bad_words
 from atom.sampling.token_counts import TokenCounts
-from atom.sampling.wishes import BadWords, TokenValues, allowed_mask, read_bad_words
 from atom.sampling_params import Needs, SamplingParams
 from atom.structured_output.base import TokenMask
 from atom.structured_output.cache import GrammarCache

@@ -274,7 +274,7 @@ class Sampler:
             return tokens, accepted, rows.places
         return tokens, accepted, rows.places[::query_len] + accepted
 
-    def race_of_decode_rows(self, rows: torch.Tensor) -> SamplingMetadata:
+    def draft_sampling_of_decode_rows(self, rows: torch.Tensor) -> SamplingMetadata:
         """What drafts of `rows` [B] int64 are chosen with, some of which are not greedy."""
         return self._rows.metadata(rows, None, KINDS[-1], self._ops.sampling_options)
 
@@ -313,7 +313,9 @@ class Sampler:
             plan.table,
         )
 
-    def race(self, plan: SamplePlan, rows: torch.Tensor | None) -> SamplingMetadata | None:
+    def draft_sampling(
+        self, plan: SamplePlan, rows: torch.Tensor | None
+    ) -> SamplingMetadata | None:
         """What drafts that follow the step are chosen with, as in `VerifiedStep`.
 
         Args:

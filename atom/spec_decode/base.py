@@ -46,9 +46,9 @@ class VerifiedStep:
         last_rows: [S] int64; for each sampled sequence, the row from which its newest token was
             sampled.
         sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
-        race: sampling options of the S sampled sequences, [S] each and without positions: a draft
-            is the winner of the race in which the target samples its token. None when all are
-            greedy. The first draft's position is `positions[last_rows] + 2`.
+        draft_sampling: sampling options of the S sampled sequences, [S] each and without positions:
+            a draft is the winner of the race in which the target samples its token. None when all
+            are greedy. The first draft's position is `positions[last_rows] + 2`.
         guide: drafts must follow it, where it is known before them; else None.
     """
 
@@ -58,7 +58,7 @@ class VerifiedStep:
     next_token_ids: torch.Tensor
     last_rows: torch.Tensor
     sampled: torch.Tensor | None
-    race: SamplingMetadata | None = None
+    draft_sampling: SamplingMetadata | None = None
     guide: Guide | None = None
 
     @property
@@ -66,8 +66,8 @@ class VerifiedStep:
         """All that a proposer reads, but for a guide's."""
         rows = self.model_input.input_ids, self.model_input.positions, self.next_token_ids
         output = self.model_output.hidden_states, *self.model_output.aux_hidden_states
-        race = () if self.race is None else self.race.tensors
-        return *rows, *self.model_input.attention.tensors, *output, self.last_rows, *race
+        draft_sampling = () if self.draft_sampling is None else self.draft_sampling.tensors
+        return *rows, *self.model_input.attention.tensors, *output, self.last_rows, *draft_sampling
 
 
 @dataclass(frozen=True)

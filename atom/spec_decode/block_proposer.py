@@ -14,7 +14,7 @@ from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import place_blocks
 from atom.model_ops.metadata import AttentionMetadata
 from atom.spec_decode.base import Proposal, VerifiedStep
-from atom.spec_decode.choice import Chosen, DraftChoice, together
+from atom.spec_decode.choice import Chosen, DraftSampler, together
 from atom.stats import ExpectedAcceptance
 
 # The op `place_blocks`.
@@ -163,7 +163,7 @@ class BlockProposer:
         block_size: int,
         max_model_len: int,
         place: PlaceOp = place_blocks,
-        choice: DraftChoice | None = None,
+        choice: DraftSampler | None = None,
     ) -> None:
         self.lookahead = Lookahead(
             num_speculative_tokens,
@@ -175,7 +175,7 @@ class BlockProposer:
         self.aux_layer_ids = model.aux_layer_ids
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._model = model
-        self._choice = choice or DraftChoice(model.target_ids)
+        self._choice = choice or DraftSampler(model.target_ids)
         self._rows = BlockRows(model.mask_token_id, block_size, max_model_len, place)
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
@@ -184,7 +184,7 @@ class BlockProposer:
             model.write_kv(step)
             return Proposal(step.next_token_ids.new_empty((count, num_drafts)))
         states = model.compute_states(step, self._rows, num_drafts)
-        is_greedy = step.race is None and step.guide is None
+        is_greedy = step.draft_sampling is None and step.guide is None
         if is_greedy and not self._choice.confident and not model.walks:
             # No logits, which every rank would need all of.
             greedy = model.choose_tokens(states.flatten(0, 1))
@@ -204,7 +204,7 @@ class BlockProposer:
                 # Before the path, which may look at the best tokens alone.
                 guide.restrict(row, choice.token_ids)
             scores, carried = model.score(row, states[i], previous, carried)
-            chosen = choice.choose(scores, step.race, positions, ahead=2 + i)
+            chosen = choice.choose(scores, step.draft_sampling, positions, ahead=2 + i)
             if guide is not None:
                 guide.take(chosen.token_ids)
             if choice.confident:

@@ -12,8 +12,8 @@ from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.spec_decode.base import Guide, Proposal, VerifiedStep
 from atom.spec_decode.choice import Chosen, together
 
-# (index of the draft, token ids [S], hidden [S, hidden], positions [S], metadata, race, guide) ->
-# (next drafts, hidden states for the next step)
+# (index of the draft, token ids [S], hidden [S, hidden], positions [S], metadata, draft sampling,
+# guide) -> (next drafts, hidden states for the next step)
 PredictOp = Callable[
     [
         int,
@@ -44,7 +44,7 @@ class ChainStart:
         block_tables: [S, max_blocks] int32.
         block_counts: [S] int32; blocks of each sequence.
         max_context_len: upper bound of the context lengths in the last step.
-        race, guide: as in `VerifiedStep`.
+        draft_sampling, guide: as in `VerifiedStep`.
     """
 
     token_ids: torch.Tensor
@@ -53,7 +53,7 @@ class ChainStart:
     block_tables: torch.Tensor
     block_counts: torch.Tensor
     max_context_len: int
-    race: SamplingMetadata | None = None
+    draft_sampling: SamplingMetadata | None = None
     guide: Guide | None = None
 
 
@@ -131,7 +131,7 @@ class DraftChain:
         for i in range(first, first + num_steps):
             positions, metadata = self._advance(start, i)
             chosen, hidden = self._predict(
-                i, token_ids, hidden, positions, metadata, start.race, start.guide
+                i, token_ids, hidden, positions, metadata, start.draft_sampling, start.guide
             )
             token_ids = chosen.token_ids
             drafts.append(chosen)
@@ -155,7 +155,7 @@ class DraftChain:
             tables, counts = tables[step.sampled], counts[step.sampled]
         longest = min(metadata.max_context_len + num_steps, self._max_model_len)
         limits = tables, counts, longest
-        return ChainStart(token_ids, hidden, positions, *limits, step.race, step.guide)
+        return ChainStart(token_ids, hidden, positions, *limits, step.draft_sampling, step.guide)
 
     def _advance(self, start: ChainStart, step: int) -> tuple[torch.Tensor, AttentionMetadata]:
         """Positions and metadata for one token of each sequence, `step` positions after the start.

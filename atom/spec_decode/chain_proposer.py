@@ -14,7 +14,7 @@ from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata, ModelOutput, SamplingMetadata
 from atom.spec_decode.base import Guide, Proposal, VerifiedStep
 from atom.spec_decode.chain import AdvanceOp, DraftChain
-from atom.spec_decode.choice import Chosen, DraftChoice
+from atom.spec_decode.choice import Chosen, DraftSampler
 from atom.stats import ExpectedAcceptance
 
 # With more rows of a sampled sequence most are a prompt's, of which only the KV is needed.
@@ -113,7 +113,7 @@ class ChainProposer:
         block_size: int,
         max_model_len: int,
         advance: AdvanceOp = advance_drafts,
-        choice: DraftChoice | None = None,
+        choice: DraftSampler | None = None,
     ) -> None:
         self.lookahead = Lookahead(
             num_speculative_tokens,
@@ -125,7 +125,7 @@ class ChainProposer:
         self.reads_hidden_states = model.reads_hidden_states
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._model = model
-        self._choice = choice or DraftChoice(model.target_ids)
+        self._choice = choice or DraftSampler(model.target_ids)
         self._chain = DraftChain(self._predict, block_size, max_model_len, advance)
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
@@ -146,7 +146,7 @@ class ChainProposer:
             return self._chain.begin(step, newest, newest_ids, newest_hidden, num_drafts, first)
         states, fed = model.forward(0, token_ids, hidden, positions, metadata)
         newest_states = states[last]
-        chosen = self._choose(0, newest_states, newest, step.race, step.guide)
+        chosen = self._choose(0, newest_states, newest, step.draft_sampling, step.guide)
         newest_fed = newest_states if fed is states else fed[last]
         return self._chain.extend(step, newest, chosen, newest_fed, num_drafts)
 
@@ -161,24 +161,24 @@ class ChainProposer:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        race: SamplingMetadata | None,
+        draft_sampling: SamplingMetadata | None,
         guide: Guide | None,
     ) -> tuple[Chosen, torch.Tensor]:
         """One step of the chain."""
         states, fed = self._model.forward(index, token_ids, hidden, positions, metadata)
-        return self._choose(index, states, positions, race, guide), fed
+        return self._choose(index, states, positions, draft_sampling, guide), fed
 
     def _choose(
         self,
         index: int,
         states: torch.Tensor,
         positions: torch.Tensor,
-        race: SamplingMetadata | None,
+        draft_sampling: SamplingMetadata | None,
         guide: Guide | None,
     ) -> Chosen:
         """Draft `index` of each sequence, from [S, hidden] of rows at `positions` [S]."""
-        if race is None and guide is None and not self._choice.confident:
+        if draft_sampling is None and guide is None and not self._choice.confident:
             return Chosen(self._model.choose_token(index, states))
         logits = self._model.compute_logits(index, states)
         ahead = 2 if self._model.reads_target else 1
-        return self._choice.choose(logits, race, positions, guide, ahead)
+        return self._choice.choose(logits, draft_sampling, positions, guide, ahead)

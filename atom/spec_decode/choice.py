@@ -47,7 +47,7 @@ def together(drafts: Sequence[Chosen]) -> Proposal:
     return Proposal(*(torch.cat([t[:, None] for t in each], dim=1) for each in columns))
 
 
-class DraftChoice:
+class DraftSampler:
     """Chooses drafts from a draft model's logits: those that the target is likely to sample.
 
     The target's sample is the winner of a race with noise that is known before: a function of the
@@ -76,7 +76,7 @@ class DraftChoice:
     def choose(
         self,
         logits: torch.Tensor,
-        race: SamplingMetadata | None,
+        draft_sampling: SamplingMetadata | None,
         positions: torch.Tensor,
         guide: Guide | None = None,
         ahead: int = 2,
@@ -85,10 +85,12 @@ class DraftChoice:
 
         Args:
             logits: a guide writes to them.
-            race, guide: as in `VerifiedStep`.
+            draft_sampling, guide: as in `VerifiedStep`.
             positions: [S] int64; the drafts' positions are `ahead` more.
         """
-        options = _ALL_GREEDY if race is None else replace(race, positions=positions)
+        options = (
+            _ALL_GREEDY if draft_sampling is None else replace(draft_sampling, positions=positions)
+        )
         if guide is not None:
             guide.restrict(logits, self.token_ids)
         how = self.temperature_scale, ahead, self.confident
@@ -104,9 +106,9 @@ def create_choice(
     vocab_size: int,
     token_ids: torch.Tensor | None = None,
     temperature_scale: float = 1.0,
-) -> DraftChoice:
+) -> DraftSampler:
     """The choice of drafts from logits [S, vocab_size], with this platform's op, and with
     confidences where numbers of drafts are adaptive.
     """
     op = context.ops.resolve("choose_drafts", torch.float32, vocab_size=vocab_size)
-    return DraftChoice(token_ids, temperature_scale, op=op, confident=options.adaptive)
+    return DraftSampler(token_ids, temperature_scale, op=op, confident=options.adaptive)

@@ -50,8 +50,8 @@ class Drafter:
         looks_first: whether the lookup runs before the proposer, which may then be skipped. Not on
             a GPU, where the host would have to wait for the tokens in the middle of the step.
         guides: whether the proposer follows grammars; not on a GPU, either.
-        lost_ahead: of the sampled sequences that were looked up last, as in `SequenceResult`: if
-            the next lookup finds as much as this one.
+        tokens_lost_by_overlap: of the sampled sequences that were looked up last, as in
+            `SequenceResult`: if the next lookup finds as much as this one.
 
     Args:
         length: chooses the number of drafts; None for the maximum.
@@ -81,7 +81,7 @@ class Drafter:
         self.guides = grammars is not None and waiting_is_free
         own = proposer.lookahead.num_tokens
         self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
-        self.lost_ahead: list[float] = []
+        self.tokens_lost_by_overlap: list[float] = []
         self._is_ahead = is_ahead
         self._lookup = lookup
         self._length = length
@@ -194,7 +194,7 @@ class Drafter:
             every = [self._lookup.find(row, *own) for row, own in zip(rows, histories, strict=True)]
             return [each if each.score > rival else None for each in every]
         found: list[Continuation | None] = []
-        self.lost_ahead = []
+        self.tokens_lost_by_overlap = []
         most = self._lookup.max_drafts
         launched = launched or [None] * len(rows)
         for row, history, drafts in zip(rows, histories, launched, strict=True):
@@ -203,7 +203,7 @@ class Drafter:
             now = longer.first(most)
             later = longer.behind(now.token_ids if drafts is None else drafts).first(most)
             lost = max(now.score, rival) - max(later.score, rival)
-            self.lost_ahead.append(max(lost, 0.0))
+            self.tokens_lost_by_overlap.append(max(lost, 0.0))
             each = now if drafts is None else later
             found.append(each if each.score > rival else None)
         return found

@@ -23,7 +23,7 @@ from atom.messages import EngineRequest, SequenceOutput
 from atom.model_engine import planned_graphs
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
-from atom.model_engine.step_graphs import ChoiceKey, StepGraphs
+from atom.model_engine.step_graphs import SampleGraphKey, StepGraphs
 from atom.model_engine.worker import Worker
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import NullProposer, Proposal, VerifiedStep
@@ -220,7 +220,7 @@ def graphed_worker(config: EngineConfig, patch: pytest.MonkeyPatch) -> Worker:
     assert isinstance(graphs, StepGraphs)
     with torch.inference_mode():
         for key, kept in graphs._captured._kept.items():
-            if not isinstance(key, ChoiceKey):
+            if not isinstance(key, SampleGraphKey):
                 continue
             tokens, accepted, _ = kept
             tokens.fill_(TOKEN)

@@ -61,7 +61,7 @@ def serve(core: EngineCore) -> list[list[int]]:
     while not is_over:
         for output in core.step().outputs:
             tokens.setdefault(output.id, []).extend(output.token_ids)
-        is_over = core.patience_ms != 0
+        is_over = core.max_idle_ms != 0
     core.block_pool.check_integrity()
     assert core.block_pool.num_used == 0
     return [tokens[name] for name in sorted(tokens, key=int)]

@@ -230,10 +230,10 @@ def test_an_engine_ends_with_the_others(folder: Path) -> None:
 
 def test_idle_engines_exchange_less_often(folder: Path) -> None:
     def use(_: int, core: EngineCore) -> list[int | None]:
-        patience = [core.patience_ms]
+        patience = [core.max_idle_ms]
         for _ in range(6):
             core.step()
-            patience.append(core.patience_ms)
+            patience.append(core.max_idle_ms)
         return patience
 
     assert on_coupled(coupled_config(folder, 2), use) == [[0, 2, 4, 8, 16, 20, 20]] * 2

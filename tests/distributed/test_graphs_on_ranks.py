@@ -27,7 +27,7 @@ from atom.graphs.capture import ReexecuteBackend
 from atom.graphs.runner import GraphKey
 from atom.messages import EngineStats
 from atom.model_engine import planned_graphs
-from atom.model_engine.step_graphs import ChoiceKey, DraftKey
+from atom.model_engine.step_graphs import DraftKey, SampleGraphKey
 from atom.sampling.decode_rows import KINDS
 from atom.sampling_params import Needs
 
@@ -136,6 +136,6 @@ def test_tokens_and_replays(name: str, folders: Folders, monkeypatch: pytest.Mon
             of = Counter(type(key) for key in replays.elements())
             assert of[GraphKey] == stats.num_replayed_decode_steps == stats.num_decode_steps >= 3
             assert of[DraftKey] == stats.num_draft_steps == (of[GraphKey] if options else 0)
-            assert of[ChoiceKey] == stats.num_replayed_choice_steps
-            assert (of[ChoiceKey] == of[GraphKey]) == (EDITED not in wanted)
-            assert {key.kind for key in replays if isinstance(key, ChoiceKey)} <= kinds
+            assert of[SampleGraphKey] == stats.num_replayed_choice_steps
+            assert (of[SampleGraphKey] == of[GraphKey]) == (EDITED not in wanted)
+            assert {key.kind for key in replays if isinstance(key, SampleGraphKey)} <= kinds

@@ -28,7 +28,7 @@ from spec_decode.engines import params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
-from atom.batch import Orders, ScheduledBatch
+from atom.batch import RankStep, ScheduledBatch
 from atom.entrypoints.llm import GenerationError
 from atom.messages import EngineDeadError
 from atom.model_engine import worker
@@ -89,7 +89,7 @@ def test_all_ranks_launch_ahead(
     llm, follow, numbers = pairs("eagle3"), ModelRunner.follow, iter(range(1000))
     watched = Watched(llm, monkeypatch)
 
-    def watched_follow(runner: ModelRunner, orders: Orders) -> None:
+    def watched_follow(runner: ModelRunner, orders: RankStep) -> None:
         watched.events.append(f"follow {next(numbers)}")
         follow(runner, orders)
 

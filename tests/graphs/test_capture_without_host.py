@@ -56,7 +56,7 @@ from atom.sampling.sampler import Sampler
 from atom.spec_decode.base import Proposer, VerifiedStep
 from atom.spec_decode.block_proposer import BlockProposer
 from atom.spec_decode.chain_proposer import ChainProposer
-from atom.spec_decode.choice import DraftChoice
+from atom.spec_decode.choice import DraftSampler
 from atom.spec_decode.draft_model import DraftModelChain
 from atom.spec_decode.eagle3 import Eagle3Chain
 from atom.spec_decode.mtp import MTPChain
@@ -112,11 +112,11 @@ def on_no_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def choose(
-    scores: torch.Tensor, race: SamplingMetadata, *_: object
+    scores: torch.Tensor, options: SamplingMetadata, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As a kernel, whose code holds the constants of the noise; those of plain torch are here."""
     chosen = scores.argmax(-1)
-    return chosen if race.positions is None else chosen + 0 * race.positions, None
+    return chosen if options.positions is None else chosen + 0 * options.positions, None
 
 
 def plan_of(context: LayerContext) -> GraphPlan:
@@ -190,7 +190,7 @@ def check_drafts(proposer: Proposer, context: LayerContext, width: int, aux: int
         model_input = padding(key.target.bucket, key.target.query_len, plan)
         last = model_input.attention.block_counts.long()
         options = torch.zeros(4, len(last), device=plan.device)
-        race = SamplingMetadata(options[0], None, options[1], options[2], last)
+        draft_sampling = SamplingMetadata(options[0], None, options[1], options[2], last)
         return VerifiedStep(
             [],
             model_input,
@@ -198,13 +198,13 @@ def check_drafts(proposer: Proposer, context: LayerContext, width: int, aux: int
             model_input.input_ids,
             last,
             None,
-            race if key.races else None,
+            draft_sampling if key.is_sampled else None,
         )
 
     with torch.inference_mode(), nothing_from_the_host():
         for bucket in plan.buckets():
-            for num_drafts, races in ((0, False), (4, False), (4, True)):
-                key = DraftKey(GraphKey(bucket, 3), num_drafts, races)
+            for num_drafts, is_sampled in ((0, False), (4, False), (4, True)):
+                key = DraftKey(GraphKey(bucket, 3), num_drafts, is_sampled)
                 graphs.capture(key, lambda k=key: proposer.propose(step(k), k.num_drafts).tensors)
 
 
@@ -217,7 +217,7 @@ def test_eagle3_drafts_ask_the_device_for_nothing(
     draft_class = Eagle3DeepseekV2ForCausalLM if kind == "mla" else LlamaForCausalLMEagle3
     config = Eagle3Config.from_folder(tmp_path)
     draft = draft_class(config, DraftParts(True, True, True), AUX, on_no_device)
-    limits, choice = (bind(draft, on_no_device), 4, BLOCK_SIZE, 128), DraftChoice(op=choose)
+    limits, choice = (bind(draft, on_no_device), 4, BLOCK_SIZE, 128), DraftSampler(op=choose)
     proposer: Proposer = ChainProposer(Eagle3Chain(draft), *limits, choice=choice)
     if kind == "peagle":
         proposer = BlockProposer(ParallelEagleModel(draft), *limits, choice=choice)
@@ -229,7 +229,7 @@ def test_mtp_drafts_ask_the_device_for_nothing(on_no_device: LayerContext, tmp_p
     assert isinstance(target, DeepseekV3ForCausalLM)
     mtp = DeepseekMTP(target, [MTPParts(), MTPParts()], on_no_device)
     proposer = ChainProposer(
-        MTPChain(mtp), bind(mtp, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftChoice(op=choose)
+        MTPChain(mtp), bind(mtp, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftSampler(op=choose)
     )
     check_drafts(proposer, on_no_device, 48, 0)
 
@@ -241,7 +241,7 @@ def test_drafts_of_a_model_ask_the_device_for_nothing(
     model = target_on(on_no_device, checkpoints.llama, tmp_path)
     chain = DraftModelChain(model, maps)
     proposer = ChainProposer(
-        chain, bind(model, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftChoice(op=choose)
+        chain, bind(model, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftSampler(op=choose)
     )
     check_drafts(proposer, on_no_device, 48, 0)
 
@@ -269,7 +269,7 @@ def test_choosing_tokens_asks_the_device_for_nothing(
         for sampler, kind in product(samplers, KINDS):
             tokens, _, _ = sampler.sample_decode_rows(given, hidden, kind, None)
             assert tokens.shape == (size, query_len)
-            sampler.race_of_decode_rows(each)
+            sampler.draft_sampling_of_decode_rows(each)
 
 
 def test_the_host_is_noticed(on_no_device: LayerContext) -> None:

@@ -49,7 +49,7 @@ from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
 from atom.spec_decode.base import NullProposer, Proposer
 from atom.spec_decode.chain_proposer import ChainProposer
-from atom.spec_decode.choice import DraftChoice
+from atom.spec_decode.choice import DraftSampler
 from atom.spec_decode.eagle3 import Eagle3Chain
 
 pytest.importorskip("triton")
@@ -165,7 +165,7 @@ def proposer_of(
     limits = K, BLOCK_SIZE, CONTEXT
     choose = context.ops.resolve("choose_drafts", torch.float32, vocab_size=config.draft_vocab_size)
     advance = context.ops.resolve("advance_drafts", context.dtype)
-    choice = DraftChoice(draft.target_ids, op=choose)
+    choice = DraftSampler(draft.target_ids, op=choose)
     return ChainProposer(Eagle3Chain(draft), bind(draft, context), *limits, advance, choice)
 
 
@@ -234,7 +234,7 @@ OF_EIGHT = {
     ("kimi", 0): (6, 5, 0),
     ("kimi", K): (6, 7, 80),
 }
-# More for drafts that race, at a temperature and with filters.
+# More for drafts that draft_sampling, at a temperature and with filters.
 RACING = 31
 
 

@@ -183,7 +183,7 @@ def test_steps_are_counted_by_what_they_compute(
     assert values["atom:decode_steps"] == counts["decode"]
     assert values["atom:replayed_decode_steps"] == counts["decode"]
     assert values["atom:replayed_choice_steps"] == counts["decode"]
-    assert replays["ChoiceKey"] == sum(replayed) > counts["decode"]
+    assert replays["SampleGraphKey"] == sum(replayed) > counts["decode"]
     generate(engine, params("greedy", logprobs=1), PROMPTS[:2])
     later = {metric.name: metric.value for metric in engine.get_metrics()}
     assert later["atom:replayed_choice_steps"] == values["atom:replayed_choice_steps"]

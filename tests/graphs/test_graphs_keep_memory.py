@@ -216,7 +216,7 @@ def test_an_engine_replays_what_is_there(
         assert generate(engine, wishes) == generate(eager, wishes), name
         assert replays["GraphKey"] >= 3, name
         if name in ALONE:  # else the host has a say in tokens, and in drafts
-            assert replays["ChoiceKey"] >= 3, name
+            assert replays["SampleGraphKey"] >= 3, name
             assert (replays["DraftKey"] >= 3) == (draft is not None), name
         replays.clear()
 

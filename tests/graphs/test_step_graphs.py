@@ -19,7 +19,7 @@ from atom import LLM
 from atom.batch import LaunchedStep, ScheduledBatch
 from atom.graphs.capture import ReexecuteBackend
 from atom.model_engine import planned_graphs, step_graphs
-from atom.model_engine.step_graphs import ChoiceKey
+from atom.model_engine.step_graphs import SampleGraphKey
 from atom.model_engine.worker import Worker
 from atom.sampling.decode_rows import KINDS
 from atom.sampling.rows import SamplingRows
@@ -165,7 +165,7 @@ def test_memory_is_measured_of_the_dearest_choice(
     assert isinstance(graphs, step_graphs.StepGraphs)
     monkeypatch.setattr(graphs, "_choosing", lambda key: lambda: keys.append(key))
     graphs._rehearse()
-    assert keys == [ChoiceKey(4, 1, KINDS[-1])]
+    assert keys == [SampleGraphKey(4, 1, KINDS[-1])]
 
 
 def test_acceptance_at_random_in_graphs(

@@ -51,7 +51,7 @@ class ScriptedCore:
         self.num_steps = 0
         self.num_asked = 0
         self.num_step_tokens = 0
-        self.patience_ms: int | None = None
+        self.max_idle_ms: int | None = None
         self.may_step = threading.Event()
         self.may_step.set()
         self.is_shut_down = False
@@ -177,7 +177,7 @@ def frontend() -> Iterator[Frontend]:
 def test_steps_that_other_engines_wait_for_are_not_reported(frontend: Frontend) -> None:
     frontend.start()
     assert frontend.core is not None
-    frontend.core.patience_ms = 1
+    frontend.core.max_idle_ms = 1
     frontend.send(wire.Abort([]))  # wakes the loop
     assert isinstance(frontend.receive(), wire.Step)
     core = frontend.core

@@ -59,11 +59,13 @@ class Device(FakeRunner):
             ahead = {s.row: s for s in behind if s.is_ahead}
             results = list(output.sequences)
             for i, row in enumerate(batch.sequences):
-                results[i] = msgspec.structs.replace(results[i], lost_ahead=self.num_steps % 5 / 9)
+                results[i] = msgspec.structs.replace(
+                    results[i], tokens_lost_by_overlap=self.num_steps % 5 / 9
+                )
                 if row.row in ahead:
                     later = self.look_up(ahead[row.row])
                     results[i] = msgspec.structs.replace(
-                        results[i], draft_token_ids=[], later_drafts=later
+                        results[i], draft_token_ids=[], drafts_after_next=later
                     )
             return StepOutput(results)
 

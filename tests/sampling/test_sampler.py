@@ -15,9 +15,9 @@ from atom.model_ops.kernels.torch import sampling
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.noise import exponential_noise, row_keys, token_hashes
 from atom.sampling.edits import LogitEdits, Penalties, choose
+from atom.sampling.logit_constraints import TokenValues
 from atom.sampling.logprobs import compute_logprobs
 from atom.sampling.token_counts import TokenCounts
-from atom.sampling.wishes import TokenValues
 
 INF = math.inf
 

@@ -27,7 +27,7 @@ from atom.platform import cpu_platform
 from atom.spec_decode.base import Guide, VerifiedStep
 from atom.spec_decode.block_draft import BlockDraftModel
 from atom.spec_decode.block_proposer import BlockProposer
-from atom.spec_decode.choice import Chosen, DraftChoice
+from atom.spec_decode.choice import Chosen, DraftSampler
 
 VOCAB, DRAFT_VOCAB, RANK, MASK = 96, 40, 8, 5
 LAYER: dict[str, Any] = {
@@ -317,13 +317,13 @@ def step_of(
     )
 
 
-class RecordedChoice(DraftChoice):
+class RecordedChoice(DraftSampler):
     """Keeps the logits of each draft of the last proposal, [S, V] each."""
 
     def choose(
         self,
         logits: torch.Tensor,
-        race: SamplingMetadata | None,
+        draft_sampling: SamplingMetadata | None,
         positions: torch.Tensor,
         guide: Guide | None = None,
         ahead: int = 2,

@@ -230,7 +230,7 @@ def _record(drafter: Drafter, tell: Tell | None) -> dict[tuple[int, ...], list[i
         behind[:] = [(*prompt, *outputs) for prompt, outputs in histories]
         if looks:
             return look_up(rows, histories, launched)
-        drafter.lost_ahead = [0.0] * len(rows)
+        drafter.tokens_lost_by_overlap = [0.0] * len(rows)
         return [None] * len(rows)
 
     def recorded_merge(

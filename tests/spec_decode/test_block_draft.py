@@ -197,11 +197,11 @@ def test_drafts_follow_a_guide(name: str, tmp_path: Path, llama_target: Target) 
         [CONTEXT - 1],
         bench.block_size,
     )
-    for race in (step.race, None):
+    for race in (step.draft_sampling, None):
         bench.choice.logits, guide.refused = [], []
         guide.previous = torch.zeros(1, dtype=torch.int64)
         with torch.inference_mode():
-            proposal = bench.proposer.propose(replace(step, guide=guide, race=race), n)
+            proposal = bench.proposer.propose(replace(step, guide=guide, draft_sampling=race), n)
         (drafts,) = proposal.token_ids.tolist()
         assert [t % 2 for t in drafts] == [(i + 1) % 2 for i in range(n)]
         for token, scores, refused in zip(drafts, bench.choice.logits, guide.refused, strict=True):

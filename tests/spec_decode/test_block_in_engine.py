@@ -27,7 +27,7 @@ from atom.config import ConfigError, ModelOptions
 from atom.model_loader.source import resolve_model
 from atom.model_ops.metadata import SamplingMetadata
 from atom.spec_decode.base import Guide, Proposer
-from atom.spec_decode.choice import Chosen, DraftChoice
+from atom.spec_decode.choice import Chosen, DraftSampler
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 
@@ -134,25 +134,25 @@ def test_scores_are_those_of_the_reference(
     """Op by op, at temperature 1; and the tokens are those without drafts."""
     made: list[torch.Tensor] = []
     scores: dict[History, torch.Tensor] = {}
-    choose = DraftChoice.choose
+    choose = DraftSampler.choose
 
     def watch(
-        self: DraftChoice,
+        self: DraftSampler,
         logits: torch.Tensor,
-        race: SamplingMetadata | None,
+        draft_sampling: SamplingMetadata | None,
         positions: torch.Tensor,
         guide: Guide | None = None,
         ahead: int = 2,
     ) -> Chosen:
         made.append(logits.clone())
-        return choose(self, logits, race, positions, guide, ahead)
+        return choose(self, logits, draft_sampling, positions, guide, ahead)
 
     def tell(histories: list[History]) -> None:
         if histories:
             scores.update(zip(histories, torch.stack(made, 1).double(), strict=True))
         made.clear()
 
-    monkeypatch.setattr(DraftChoice, "choose", watch)
+    monkeypatch.setattr(DraftSampler, "choose", watch)
     with prepared(way, monkeypatch) as changes:
         with engines.drafts_recorded(monkeypatch, *CREATES.get(way, ()), tell=tell) as recorders:
             engine = bench.engine(enforce_eager=True, **changes)

@@ -14,7 +14,7 @@ from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.spec_decode.base import Guide
 from atom.spec_decode.chain import ChainStart, DraftChain
 from atom.spec_decode.chain_proposer import ChainProposer
-from atom.spec_decode.choice import Chosen, DraftChoice, together
+from atom.spec_decode.choice import Chosen, DraftSampler, together
 from atom.spec_decode.eagle3 import Eagle3Chain
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEPS = 4, 30, 3
@@ -33,7 +33,7 @@ class Recorder:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        race: SamplingMetadata | None,
+        draft_sampling: SamplingMetadata | None,
         guide: Guide | None,
     ) -> tuple[Chosen, torch.Tensor]:
         assert place == len(self.seen) + 1
@@ -42,7 +42,9 @@ class Recorder:
 
 
 def start_at(
-    positions: Sequence[int], tables: list[list[int]], race: SamplingMetadata | None = None
+    positions: Sequence[int],
+    tables: list[list[int]],
+    draft_sampling: SamplingMetadata | None = None,
 ) -> ChainStart:
     """Chains whose first tokens are at `positions`, over block tables of any length."""
     width = max(map(len, tables))
@@ -55,7 +57,7 @@ def start_at(
         block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
         block_counts=torch.tensor([len(t) for t in tables], dtype=torch.int32),
         max_context_len=min(max(positions) + STEPS, MAX_MODEL_LEN),
-        race=race,
+        draft_sampling=draft_sampling,
     )
 
 
@@ -102,7 +104,7 @@ def chain(
     bench = DraftBench(draft, BLOCK_SIZE, num_blocks=40)
     (pool,) = bench.pools.values()
     pool.normal_(generator=torch.Generator().manual_seed(0))
-    choice = DraftChoice(draft.target_ids, 0.8)
+    choice = DraftSampler(draft.target_ids, 0.8)
     proposer = ChainProposer(
         Eagle3Chain(draft), bench.builder, STEPS + 1, BLOCK_SIZE, MAX_MODEL_LEN, choice=choice
     )
@@ -119,7 +121,9 @@ def test_each_draft_races_at_its_own_position(chain: DraftChain) -> None:
     greedy, hot = together(chain.run(start, STEPS)).token_ids.tolist()
     assert greedy != hot
     later = replace(start, positions=start.positions + 1)
-    seeded = replace(start, race=replace(start.race, seeds=torch.tensor([4, 4])))
+    seeded = replace(
+        start, draft_sampling=replace(start.draft_sampling, seeds=torch.tensor([4, 4]))
+    )
     for other in (later, seeded):
         first, second = together(chain.run(other, STEPS)).token_ids.tolist()
         assert second != hot

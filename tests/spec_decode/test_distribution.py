@@ -21,7 +21,7 @@ from atom.model_engine import worker
 from atom.model_ops.kernels.native import sampling as native_sampling
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode.base import NullProposer, Proposal, Proposer, VerifiedStep
-from atom.spec_decode.choice import DraftChoice
+from atom.spec_decode.choice import DraftSampler
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
@@ -66,7 +66,7 @@ class MarginalProposer(NullProposer):
             weights[range(NUM_TOKENS), key] += probability
         self._logits = TEMPERATURE * weights.log()
         self._start = start
-        self._choice = DraftChoice()
+        self._choice = DraftSampler()
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         positions = step.model_input.positions[step.last_rows]
@@ -74,7 +74,7 @@ class MarginalProposer(NullProposer):
         for ahead in range(2, 2 + num_drafts):
             places = (positions + ahead - self._start).clamp(max=NUM_TOKENS - 1)
             logits = self._logits[places]
-            chosen = self._choice.choose(logits, step.race, positions, ahead=ahead)
+            chosen = self._choice.choose(logits, step.draft_sampling, positions, ahead=ahead)
             drafts.append(chosen.token_ids)
         return Proposal(torch.stack(drafts, dim=1))
 

@@ -156,7 +156,9 @@ def test_the_first_proposal_of_all_may_be_recorded(tmp_path: Path, llama_target:
     ops = LayerContext.create(torch.float32, 128, cpu_platform()).ops
     place = ops.resolve("place_blocks", torch.float32)
     tokens, aux = random_text()
-    step = replace(step_of([Part(12, 0, [3, 9, 1, 14, 0])], aux, tokens, [11], 4), race=None)
+    step = replace(
+        step_of([Part(12, 0, [3, 9, 1, 14, 0])], aux, tokens, [11], 4), draft_sampling=None
+    )
     recorder, recorded = StepRecorder(), proposer_of(model, place=place)
     known: dict[Hashable, Recording[Any]] = {}
 

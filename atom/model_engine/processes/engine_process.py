@@ -48,7 +48,7 @@ class Core(Protocol):
     @property
     def has_work(self) -> bool: ...
     @property
-    def patience_ms(self) -> int | None: ...
+    def max_idle_ms(self) -> int | None: ...
     @property
     def num_step_tokens(self) -> int: ...
     @property
@@ -128,7 +128,7 @@ class EngineLoop:
         Without work, a step that other engines wait for is not reported.
         """
         if not core.has_work:
-            self._requests.poll(core.patience_ms)
+            self._requests.poll(core.max_idle_ms)
         for message in self._receive():
             if not self._handle(core, message):
                 return False
@@ -137,7 +137,7 @@ class EngineLoop:
                 report = core.step()
             report.stats = core.stats
             self._send(wire.Step(report))
-        elif core.patience_ms is not None:
+        elif core.max_idle_ms is not None:
             core.step()  # of other engines, whose hearts tell how long it takes
         return True
 

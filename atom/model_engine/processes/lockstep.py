@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from atom.batch import Orders
+from atom.batch import RankStep
 from atom.distributed.parallel_state import ParallelGroup
 from atom.messages import EngineDeadError
 
@@ -36,7 +36,7 @@ class Lockstep:
         return self._engines.size > 1
 
     @property
-    def patience_ms(self) -> int | None:
+    def max_idle_ms(self) -> int | None:
         """How long an engine without work may wait for requests before the next exchange.
 
         None for as long as it likes. It grows while no engine has work.
@@ -47,7 +47,7 @@ class Lockstep:
             return 0
         return min(_SHORTEST_MS << min(self._num_quiet - 1, 8), _LONGEST_MS)
 
-    def agree(self, orders: Orders) -> Orders:
+    def agree(self, orders: RankStep) -> RankStep:
         """The orders of this engine's next step, from those that it would give alone.
 
         Raises:

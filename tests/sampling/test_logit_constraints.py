@@ -12,7 +12,7 @@ import torch
 from spec_decode.engines import PROMPTS, create_engine, generate, params
 
 from atom import LLM
-from atom.sampling.wishes import BadWords, TokenValues, allowed_mask, read_bad_words
+from atom.sampling.logit_constraints import BadWords, TokenValues, allowed_mask, read_bad_words
 
 NONE = TokenValues(torch.empty(0), torch.empty(0))
 EXTENDED = PROMPTS[10:]  # repetitive, so that a lookup finds drafts

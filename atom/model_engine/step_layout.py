@@ -35,15 +35,15 @@ def layout_of(sequences: Sequence[ScheduledSequence]) -> Hashable | None:
 
 
 @dataclass(eq=False)
-class KeptStep:
+class StepLayout:
     """A step of which every token is sampled, as it lies in a staging buffer.
 
     It has T rows for its N tokens; in a graph some are padding. `next_token_ids` stay as they are:
     samples are written behind all rows.
 
     Attributes:
-        model_input, graph, sample, next_token_ids, race_rows: of its `StepInput`.
-        rows_there: the B sequences' rows on the device, padded for a graph.
+        model_input, graph, sample, next_token_ids, draft_sampling_rows: of its `StepInput`.
+        rows_dev: the B sequences' rows on the device, padded for a graph.
         words: what the host memory held, without new block ids.
         owners: [N], which of the B sequences a token belongs to.
         rows: [N], that sequence's row in the tables.
@@ -53,7 +53,7 @@ class KeptStep:
             context lengths and block counts [B].
         drafts, sampled_positions, accepted: likewise [S * k], [N] and [S], if the step has them.
         later, draft_places: which of the N tokens are drafts, and their places in `drafts`.
-        is_plain: as in `StepInput`. Else `sample` is laid out again in each step.
+        samples_on_device: as in `StepInput`. Else `sample` is laid out again in each step.
         step: the last step, where nothing of it differs but what lies in the buffer.
     """
 
@@ -61,8 +61,8 @@ class KeptStep:
     graph: GraphKey | None
     sample: SamplePlan
     next_token_ids: torch.Tensor | None
-    rows_there: torch.Tensor
-    race_rows: torch.Tensor | None
+    rows_dev: torch.Tensor
+    draft_sampling_rows: torch.Tensor | None
     words: np.ndarray
     owners: np.ndarray
     rows: np.ndarray
@@ -74,7 +74,7 @@ class KeptStep:
     accepted: np.ndarray | None
     later: np.ndarray
     draft_places: np.ndarray
-    is_plain: bool
+    samples_on_device: bool
     step: StepInput | None = None
 
     @classmethod
@@ -85,12 +85,12 @@ class KeptStep:
         graph: GraphKey | None,
         sample: SamplePlan,
         next_token_ids: torch.Tensor | None,
-        rows_there: torch.Tensor,
-        race_rows: torch.Tensor | None,
+        rows_dev: torch.Tensor,
+        draft_sampling_rows: torch.Tensor | None,
         where: np.ndarray,
         staging: StagingBuffer,
         words: np.ndarray,
-    ) -> KeptStep | None:
+    ) -> StepLayout | None:
         """None when the staging buffer was full."""
         attention = model_input.attention
         tensors = (
@@ -115,8 +115,8 @@ class KeptStep:
             graph,
             sample,
             next_token_ids,
-            rows_there,
-            race_rows,
+            rows_dev,
+            draft_sampling_rows,
             words.copy(),
             owners,
             np.repeat([s.row for s in sequences], lens),
@@ -126,7 +126,7 @@ class KeptStep:
             *(others[0], others[1], others[2]),
             later,
             owners[later] * sample.layout.most + offsets[later] - 1,
-            sample.is_plain,
+            sample.samples_on_device,
         )
 
     def fill(
@@ -156,18 +156,18 @@ class KeptStep:
             self.drafts[self.draft_places] = tokens[self.later]
 
 
-class KeptSteps:
+class StepLayoutCache:
     """The layouts of the sequences that run; forgotten when one of them starts or ends."""
 
     _MOST = 64
 
     def __init__(self) -> None:
-        self._steps: dict[Hashable, KeptStep] = {}
+        self._steps: dict[Hashable, StepLayout] = {}
 
-    def find(self, layout: Hashable | None) -> KeptStep | None:
+    def find(self, layout: Hashable | None) -> StepLayout | None:
         return None if layout is None else self._steps.get(layout)
 
-    def add(self, layout: Hashable, step: KeptStep | None) -> None:
+    def add(self, layout: Hashable, step: StepLayout | None) -> None:
         if step is not None and (layout in self._steps or len(self._steps) < self._MOST):
             self._steps[layout] = step
 

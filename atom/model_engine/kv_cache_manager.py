@@ -1,4 +1,4 @@
-"""What a sequence holds while it runs: a row in the runner's tables, and blocks."""
+"""Gives running sequences their KV blocks, and a row in the runner's tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from atom.model_engine.prefix_cache import PrefixCache
 from atom.model_engine.sequence import Sequence
 
 
-class Holdings:
+class KVCacheManager:
     """Gives rows and blocks to sequences, and takes them back.
 
     Args:
@@ -27,14 +27,14 @@ class Holdings:
         # Rows that the runner must clear before the next step.
         self._freed_rows: list[int] = []
 
-    def begin(self, seq: Sequence, budget: int, *, least: int, spare: int) -> int:
+    def allocate(self, seq: Sequence, budget: int, *, min_tokens: int, reserve_blocks: int) -> int:
         """Give a sequence a row, and blocks for all its known tokens, so that its prefill cannot
         run out of them.
 
         Args:
             budget: most tokens to compute now.
-            least: tokens that it must have then, those found in the pool included.
-            spare: blocks that must stay free.
+            min_tokens: tokens that it must have then, those found in the pool included.
+            reserve_blocks: blocks that must stay free.
 
         Returns:
             The number of its tokens to compute now; 0, with nothing given, when it has to wait.
@@ -45,7 +45,7 @@ class Holdings:
         start = len(cached) * self._pool.block_size
         count = min(len(seq.token_ids) - start, budget)
         missing = self._num_blocks(seq, len(seq.token_ids)) - len(cached)
-        fits = start + count >= least and missing + spare <= self._pool.num_free
+        fits = start + count >= min_tokens and missing + reserve_blocks <= self._pool.num_free
         block_ids = self._pool.allocate(missing) if fits else None
         if block_ids is None:
             self._pool.free(cached)
