@@ -127,7 +127,8 @@ class RecordedSteps(StepRunner):
             parts = msgspec.structs.replace(parts, drafts=replayed)
             return ComputedStep(done.target.verified, None, parts)
         propose = partial(self._propose, view)
-        if recorder.has_program:
+        # What a proposer without a network does is the host's, in every step.
+        if recorder.has_program and self._proposer.draft_model is not None:
             propose = partial(self._propose_recorded, view, done.recordings)
         return ComputedStep(done.target.verified, propose, parts)
 

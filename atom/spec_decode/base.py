@@ -99,7 +99,8 @@ class Proposer(Protocol):
 
     Attributes:
         lookahead: what the scheduler needs to know.
-        draft_model: has the attention layers to bind the KV cache to; None without a model.
+        draft_model: has the attention layers to bind the KV cache to; None without a model, and
+            then `propose` is host code that no replay stands for.
         aux_layer_ids: target layers (boundary ids) whose hidden states the proposer reads.
         reads_steps: whether it reads a `VerifiedStep`; otherwise none is built.
         reads_hidden_states: whether it reads `ModelOutput.hidden_states` of rows that are not

@@ -28,7 +28,7 @@ from atom.model_engine.warm_up_steps import StepLimits, warm_ups
 from atom.model_engine.worker import Worker
 from atom.model_ops.metadata import MAX_DECODE_QUERIES
 from atom.sampling.decode_rows import KINDS, kind_of
-from atom.sampling.rows import SamplingRows, _needs_of
+from atom.sampling.rows import SamplingRows
 from atom.sampling_params import EDITS, Needs
 
 LIMITS = StepLimits(4096, 8192, 64, 3, 64, 500, 32000, 5, overlaps=True)
@@ -280,7 +280,7 @@ def test_each_way_to_choose_is_there() -> None:
     wanted = set()
     for steps in warm_ups(LIMITS):
         own = steps.batches[0].new[0].params
-        needs = _needs_of(own)
+        needs = int(own.needs)
         wanted.add((kind_of(needs), bool(needs & EDITS)))
         assert steps.kind == (None if needs & EDITS else kind_of(needs))
     assert wanted == {(KINDS[0], False), (KINDS[1], False), (KINDS[2], False), (KINDS[2], True)}

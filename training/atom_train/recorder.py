@@ -48,10 +48,13 @@ class FeatureRecorder:
         """
         parts = self._rows.pop(sequence_id)
         features = parts[0][1].new_empty((num_rows, parts[0][1].shape[1]))
+        is_known = torch.zeros(num_rows, dtype=torch.bool)
         for position, rows in parts:
             # A sequence that ends early was scheduled for more rows than it has tokens.
             rows = rows[: max(num_rows - position, 0)]
             features[position : position + len(rows)] = rows
+            is_known[position : position + len(rows)] = True
+        assert is_known.all(), f"rows of {sequence_id} were computed and not recorded"
         return features
 
     def forget(self, sequence_id: str) -> None:
