@@ -98,6 +98,9 @@ def graph_runner(engine: LLM) -> GraphRunner | None:
     [
         ("llama", "mha"),
         ("llama", "peagle"),
+        ("llama", "dflash"),
+        ("llama", "dspark"),
+        ("llama", "model"),
         ("llama", "suffix"),
         ("deepseek_v3", "mha"),
         ("deepseek_v3", "mla"),
@@ -114,9 +117,9 @@ def test_speculation_is_lossless_through_graphs(
     """Without speculation eagerly and in graphs, with it eagerly and in graphs: one text."""
     target = engines.write_target(kind, tmp_path / "target", byte_level_tokenizer)
     speculation: dict[str, Any] = {"num_speculative_tokens": 3, "method": method}
-    if method in engines.EAGLE_DRAFTS:
+    if method not in ("mtp", "suffix"):
         draft = engines.write_draft(method, tmp_path / "draft", len(byte_level_tokenizer))
-        speculation |= {"method": "eagle3", "draft_model": str(draft)}
+        speculation |= {"method": engines.method_of(method), "draft_model": str(draft)}
     with engines.drafts_recorded(monkeypatch) as recorders:
         texts = {
             (options.get("method"), eager): generate(
