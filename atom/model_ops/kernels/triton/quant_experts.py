@@ -13,7 +13,8 @@ import triton.language as tl
 
 from atom.model_ops.kernels.triton import moe_align
 from atom.model_ops.kernels.triton.moe_align import ExpertBlocks
-from atom.model_ops.kernels.triton.moe_experts import Tiles, choose_tiles, mix
+from atom.model_ops.kernels.triton.moe_experts import Tiles, mix
+from atom.model_ops.kernels.triton.moe_experts import choose_tiles as tiles_of_numbers
 from atom.model_ops.kernels.triton.moe_splits import (
     choose_splits,
     parts_of,
@@ -108,7 +109,7 @@ def mixture(
     def up(blocks: ExpertBlocks) -> _Inputs:
         inputs = read_inputs(x, w13)
         activated = rows.new_empty(num_pairs, w2.inputs)
-        tiles = choose_tiles(kind, blocks.block_m, num_pairs, w13.rows, is_wide(inputs))
+        tiles = choose_tiles(kind, blocks.block_m, num_pairs, w13.rows, inputs, w13)
         parts = splits
         if parts is None:
             parts = choose_splits(kind, tiles.programs(blocks, w13.rows), w13.inputs)
@@ -117,13 +118,24 @@ def mixture(
         return _Inputs(read_inputs(activated, w2), activated)
 
     def down(both: _Inputs, start: int, out: torch.Tensor, blocks: ExpertBlocks) -> None:
-        wide = is_wide(both.rounded)
-        tiles = choose_tiles(kind, blocks.block_m, num_pairs, out.shape[1], wide)
+        width = out.shape[1]
+        tiles = choose_tiles(kind, blocks.block_m, num_pairs, width, both.rounded, w2)
         grouped_product(both, w2, out, blocks, tiles, 1, gated=False, first_row=start)
 
     # Products of codes have an accumulator more; on NVIDIA more than 64 pairs do not fit.
     largest = 64 if kind == "cuda" and "codes" in (w13.way, w2.way) else 128
     return mix(rows, w13.num_experts, up, down, weights, ids, elsewhere, largest, out)
+
+
+def choose_tiles(
+    kind: str, block_m: int, num_pairs: int, rows: int, inputs: QuantInputs, weights: TileWeights
+) -> Tiles:
+    """`moe_experts.choose_tiles`, but larger for few pairs with four-bit codes on NVIDIA: these are
+    fewer bytes and more work.
+    """
+    if kind == "cuda" and block_m == 16 and weights.format.codes_per_byte == 2:
+        return Tiles(16, 128, 8, 3, weights_first=True)
+    return tiles_of_numbers(kind, block_m, num_pairs, rows, is_wide(inputs))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def choose_tiles(kind: str, tokens: int, wide: bool, scaled: bool = False) -> Ti
     few = tokens <= 64
     if kind == "cuda":
         if few or wide:
-            return Tiles(block_m, 64, 4, 5 if block_m == 16 else 3, weights_first=True)
+            return Tiles(block_m, 64, 4, 3, weights_first=True)
         return Tiles(block_m, 128, 8, 3, weights_first=True)
     options = {"matrix_instr_nonkdim": 16}
     if few:

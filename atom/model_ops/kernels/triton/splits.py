@@ -17,8 +17,9 @@ from triton.language.target_info import current_target
 from atom.environment import triton_is_interpreted
 from atom.platform import current_platform, num_compute_units
 
-# Programs of products that keep a GPU busy: two for each unit of an H100 and of an MI300X.
-BUSY = {"cuda": 264, "rocm": 608}
+# Programs of products that keep a GPU busy. Six for each unit of an H100, where more programs
+# hide what each waits for; two for each of an MI300X, by calculation.
+BUSY = {"cuda": 792, "rocm": 608}
 # For devices that do not report it; between an H200 (132) and an MI300X (304).
 _DEFAULT_COMPUTE_UNITS = 256
 _IS_INTERPRETED = tl.constexpr(triton_is_interpreted())
