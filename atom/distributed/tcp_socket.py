@@ -16,13 +16,15 @@ _TERM_SECONDS = 0.5
 def create_socket(kind: int) -> zmq.Socket[bytes]:
     """A socket with a context of its own; it never drops a message for lack of room.
 
-    A ROUTER raises EHOSTUNREACH when it sends to one who is gone, and takes only small messages.
+    A ROUTER raises EHOSTUNREACH when it sends to one who is gone. It and an XPUB take only small
+    messages.
     """
     result = zmq.Context().socket(kind)
     result.set_hwm(0)
     result.setsockopt(zmq.IPV6, 1)
     if kind == zmq.ROUTER:
         result.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if kind in (zmq.ROUTER, zmq.XPUB):
         result.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES_TO_ROUTER)
     return result
 
