@@ -185,20 +185,6 @@ def _core_of(cpu: int) -> tuple[int, int]:
         return 0, cpu
 
 
-def busy_cpu_seconds() -> float:
-    """What all programs have used of the processors that this process may use, since the boot.
-
-    Time that a hypervisor gave to other machines counts: nobody here could use it.
-    """
-    import psutil
-
-    every = psutil.cpu_times(percpu=True)
-    own = [every[cpu] for cpu in _own_cpus() if cpu < len(every)]
-    unused = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is a user's, too
-    used = (v for times in own for name, v in times._asdict().items() if name not in unused)
-    return float(sum(used))
-
-
 def _own_cpus() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))

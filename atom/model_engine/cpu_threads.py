@@ -1,117 +1,125 @@
-"""How many threads a step on the CPU takes: as many as other programs leave processors free.
+"""How many threads a step on a CPU takes.
 
-The threads of an operation wait for one another, so one whose processor somebody else uses holds
-up all of them: beside a busy program, fewer threads are faster than one too many. Beside many, no
-processor is free; each thread gets its share of one, and more threads get more.
+The C++ kernels take all: their helpers go and come back within milliseconds as other programs take
+processors and leave them (`csrc/team.cpp`), and beside a program that keeps one of two processors
+busy both threads are 1.4 times as fast as one. The threads of torch's operations wait for one
+another whoever has their processors. Where these run, beside a busy program, fewer are faster.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import torch
 
 from atom.distributed.place import Place
 from atom.environment import omp_num_threads
+from atom.model_ops.kernels.native.build import native_build
 from atom.parallel_options import ParallelOptions
-from atom.platform import Platform, busy_cpu_seconds, default_num_threads
+from atom.platform import Platform, default_num_threads
 
 logger = logging.getLogger(__name__)
 
-# Long enough for processor times, which are counted in hundredths of a second.
-_WINDOW_SECONDS = 0.5
-# A thread's processor is taken when others use so much of it, and free again below the second.
-_TAKEN, _FREE = 0.5, 0.25
-# Windows in a row that must speak for more threads before there are more.
-_SURE = 2
-# Stepping back pays only where each thread that is left gets this share of a processor.
-_WORTH = 0.6
+# Of steps, after which there is a choice.
+_WINDOW_SECONDS = 0.1
+# What threads may wait for processors in a second of steps: half of what a busy program takes.
+_PATIENCE = 0.5
+# Of steps with fewer threads, until all are tried again; twice as many after each vain try.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
+# Without a step, until all threads are tried again.
+_IDLE_SECONDS = 1.0
 
 
 class ThreadChoice:
-    """Chooses from processor times alone.
+    """Chooses from what threads waited in steps.
 
     Attributes:
         num_threads: the choice, 1 to `most`.
-
-    Args:
-        processors: for all programs.
-        most: as many as there are processors when left out.
     """
 
-    def __init__(self, processors: int, most: int | None = None) -> None:
-        self._processors = processors
-        self.num_threads = self._most = min(processors, most or processors)
-        self._windows_with_more = 0
+    def __init__(self, most: int) -> None:
+        self.num_threads = self._most = most
+        self._pause = self._left = 0.0
 
-    def observe(self, seconds: float, stepping: float, busy: float, own: float) -> None:
-        """Learn from a window that has ended.
+    def observe(self, stepping: float, waited: float) -> None:
+        """Learn from a window.
 
         Args:
-            seconds: its length.
-            stepping: how much of it steps took.
-            busy: processor seconds that were used in it, by everybody.
-            own: those that this process used.
+            stepping: seconds of steps.
+            waited: seconds for which threads that could run had no processor, of all together.
         """
-        others = max(busy - own, 0.0) / seconds
-        # What a thread that wants a processor gets of one, ours and theirs alike.
-        share = min(own / (stepping * self.num_threads), 1.0) if stepping and own else 1.0
-        rivals = others / share
-        more = self._choose(others, rivals, _FREE)
-        self._windows_with_more = self._windows_with_more + 1 if more > self.num_threads else 0
-        if self._windows_with_more == _SURE:
-            self.num_threads, self._windows_with_more = more, 0
-        else:
-            self.num_threads = min(self.num_threads, self._choose(others, rivals, _TAKEN))
+        lost = waited / stepping
+        if self.num_threads < self._most:
+            self._left -= stepping
+            if self._left <= 0:
+                self.num_threads = self._most
+        elif lost < _PATIENCE:
+            self._pause = 0.0
+        elif self._most > 1:
+            self.num_threads = max(self._most - max(round(lost), 1), 1)
+            self._pause = min(max(2 * self._pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+            self._left = self._pause
 
-    def _choose(self, others: float, rivals: float, slack: float) -> int:
-        number = min(max(int(self._processors - others + slack), 1), self._most)
-        return number if self._processors / (number + rivals) >= _WORTH else self._most
+    def begin(self) -> None:
+        """Nothing is known of the processors any more."""
+        self.num_threads, self._pause = self._most, 0.0
 
 
 class AdaptedThreads:
-    """Lets torch use the threads that a `ThreadChoice` chooses.
+    """Lets torch use the threads that a `ThreadChoice` chooses."""
 
-    What was measured while the engine was built counts for the first choice.
-    """
-
-    def __init__(self) -> None:
-        processors = default_num_threads()
-        self._choice = ThreadChoice(processors, omp_num_threads())
-        if (most := self._choice.num_threads) < processors:
-            logger.info("CPU threads: at most %d of %d, as OMP_NUM_THREADS says", most, processors)
-        torch.set_num_threads(self._choice.num_threads)
-        self._window = self._now()
+    def __init__(self, most: int) -> None:
+        self._choice = ThreadChoice(most)
         self._stepping = 0.0
+        self._waited = waited_seconds()
+        self._ended = time.perf_counter()
 
     def step_ended(self, seconds: float) -> None:
-        """Choose again, half a second after the last choice; a step took `seconds`."""
-        self._stepping += seconds
-        started, busy, own = self._window
-        if time.perf_counter() - started < _WINDOW_SECONDS:
-            return
-        now = self._window = self._now()
-        before = self._choice.num_threads
-        self._choice.observe(now[0] - started, self._stepping, now[1] - busy, now[2] - own)
+        """Choose again after a tenth of a second of steps; a step took `seconds`."""
+        now = time.perf_counter()
+        idle, self._ended = now - self._ended - seconds, now
+        if idle > _IDLE_SECONDS:
+            self._choice.begin()
+        else:
+            self._stepping += seconds
+            if self._stepping < _WINDOW_SECONDS:
+                return
+            before, self._waited = self._waited, waited_seconds()
+            self._choice.observe(self._stepping, max(self._waited - before, 0.0))
         self._stepping = 0.0
-        if (after := self._choice.num_threads) != before:
-            torch.set_num_threads(after)
-            logger.info("CPU threads: %d, as other programs leave processors free", after)
+        if (number := self._choice.num_threads) != torch.get_num_threads():
+            torch.set_num_threads(number)
+            logger.info("CPU threads: %d, as other programs leave processors free", number)
 
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        return time.perf_counter(), busy_cpu_seconds(), time.process_time()
+
+def waited_seconds() -> float:
+    """For how long threads of this process that could run had no processor, of all together; 0
+    where the system does not count it. What ended threads waited goes with them.
+    """
+    waited = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            waited += int(path.read_text().split()[1])
+        except (OSError, IndexError):  # it has ended
+            continue
+    return waited / 1e9
 
 
 def take_threads(
     options: ParallelOptions, place: Place, platform: Platform
 ) -> AdaptedThreads | None:
-    """Set the number of CPU threads; None if it will not follow what other programs leave."""
+    """Set the number of CPU threads; None if it stays."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     elif place.num_local > 1:
         torch.set_num_threads(max(default_num_threads() // place.num_local, 1))
     elif not platform.is_gpu:
-        return AdaptedThreads()
+        processors = default_num_threads()
+        most = min(processors, omp_num_threads() or processors)
+        if most < processors:
+            logger.info("CPU threads: at most %d of %d, as OMP_NUM_THREADS says", most, processors)
+        torch.set_num_threads(most)
+        return None if native_build().library is not None else AdaptedThreads(most)
     return None

@@ -1,134 +1,136 @@
-"""The number of threads follows the processors that other programs leave free."""
+"""Torch's threads follow the processors that other programs leave free; C++ kernels take all."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from atom.config import EngineConfig, ModelOptions, ParallelOptions
+from atom.distributed.place import ALONE
 from atom.model_engine import cpu_threads
-from atom.model_engine.cpu_threads import AdaptedThreads, ThreadChoice
+from atom.model_engine.cpu_threads import AdaptedThreads, ThreadChoice, take_threads, waited_seconds
 from atom.model_engine.worker import Worker
-from atom.platform import busy_cpu_seconds, default_num_threads
+from atom.platform import cpu_platform, default_num_threads
 
 
-def run(choice: ThreadChoice, others: float, windows: int, cpus: int) -> int:
-    """Simulated windows of a second beside programs that could use `others` processors."""
-    for _ in range(windows):
-        wanted = choice.num_threads + others
-        share = min(1.0, cpus / wanted)  # processors are shared fairly
-        choice.observe(1.0, 1.0, min(wanted, cpus), choice.num_threads * share)
-    return choice.num_threads
+@pytest.fixture(autouse=True)
+def _threads_stay() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
-    ("cpus", "others", "threads"),
-    [
-        (2, 0.0, 2),
-        (2, 0.2, 2),
-        (2, 1.0, 1),
-        (2, 2.0, 1),
-        (2, 3.0, 2),  # no processor is free: two threads get two shares
-        (2, 50.0, 2),
-        (4, 8.0, 4),
-        (16, 12.0, 5),
-        (4, 2.0, 2),
-        (8, 1.0, 7),
-        (64, 3.0, 61),
-        (1, 1.0, 1),
-    ],
+    ("most", "lost", "number"),
+    [(2, 0.0, 2), (2, 0.4, 2), (2, 0.7, 1), (2, 3.0, 1), (8, 1.2, 7), (8, 3.1, 5), (1, 0.9, 1)],
 )
-def test_beside_other_programs(cpus: int, others: float, threads: int) -> None:
-    assert run(ThreadChoice(cpus), others, 10, cpus) == threads
+def test_one_window_is_enough_to_step_back(most: int, lost: float, number: int) -> None:
+    choice = ThreadChoice(most)
+    choice.observe(0.1, 0.1 * lost)
+    assert choice.num_threads == number
 
 
-def test_one_window_is_enough_to_step_back_and_two_to_return() -> None:
+def test_all_are_tried_again_after_pauses_that_grow() -> None:
     choice = ThreadChoice(2)
-    assert run(choice, 1.0, 1, 2) == 1
-    assert run(choice, 0.0, 1, 2) == 1
-    assert run(choice, 0.0, 1, 2) == 2
-    run(choice, 1.0, 1, 2)
-    for _ in range(5):  # free in every other window only
-        assert run(choice, 0.0, 1, 2) == 1
-        assert run(choice, 1.0, 1, 2) == 1
-
-
-def test_half_a_processor_does_not_change_the_number_again_and_again() -> None:
-    for start in (1, 2):
-        choice = ThreadChoice(2)
-        if start == 1:
-            run(choice, 1.0, 1, 2)
-        seen = {run(choice, 0.4, 1, 2) for _ in range(10)}
-        assert seen == {start}
-
-
-def test_own_work_is_not_anybody_elses() -> None:
+    tries = []
+    for window in range(200):
+        if choice.num_threads == 2:
+            tries.append(window)
+        choice.observe(0.125, 0.1 if choice.num_threads == 2 else 0.06)
+    gaps = [b - a for a, b in itertools.pairwise(tries)]
+    assert gaps == [5, 9, 17, 33, 65, 65]
     choice = ThreadChoice(2)
-    choice.observe(1.0, 1.0, busy=2.0, own=2.0)
-    choice.observe(1.0, 1.0, busy=0.5, own=0.6)  # clocks differ by rounding
+    seen = set()
+    for window in range(40):  # the neighbour ends
+        choice.observe(0.1, 0.07 if window < 3 else 0.0)
+        seen.add(choice.num_threads)
+    assert seen == {1, 2}
+    assert choice.num_threads == 2
+    choice.observe(0.1, 0.07)
+    choice.begin()
     assert choice.num_threads == 2
 
 
-def test_processor_times_are_measured() -> None:
-    busy, started = busy_cpu_seconds(), time.process_time()
-    while time.process_time() - started < 0.3:
-        pass
-    assert busy_cpu_seconds() - busy > 0.2
-
-
 def test_torch_gets_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = torch.get_num_threads()
-    clock = iter([(0.0, 0.0, 0.0), (1.0, 2.0, 1.3), (2.0, 3.0, 2.3), (3.0, 4.0, 3.3)])
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(cpu_threads, "default_num_threads", lambda: 2)
-    monkeypatch.setattr(AdaptedThreads, "_now", staticmethod(lambda: next(clock)))
-    monkeypatch.setattr(cpu_threads.time, "perf_counter", lambda: 100.0)
-    try:
-        threads = AdaptedThreads()
-        assert torch.get_num_threads() == 2
-        seen = []
-        for _ in range(3):
-            threads.step_ended(1.0)
-            seen.append(torch.get_num_threads())
-        assert seen == [1, 1, 2]
-    finally:
-        torch.set_num_threads(before)
+    now, waited = 0.0, 0.0
+    monkeypatch.setattr(cpu_threads, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(cpu_threads, "waited_seconds", lambda: waited)
+    torch.set_num_threads(2)
+    threads = AdaptedThreads(2)
+
+    def step(seconds: float, lost: float, idle: float = 0.0) -> int:
+        nonlocal now, waited
+        now, waited = now + idle + seconds, waited + lost
+        threads.step_ended(seconds)
+        return torch.get_num_threads()
+
+    assert [step(0.06, 0.04) for _ in range(2)] == [2, 1]
+    assert step(0.06, 0.0, idle=2.0) == 2  # a request after a rest begins with all
+    # What others did while the engine was at rest counts for nothing.
+    assert step(0.12, 0.0, idle=0.9) == 2
 
 
-def test_fewer_threads_than_processors_leave_room_for_others() -> None:
-    choice = ThreadChoice(16, 4)
-    for _ in range(4):
-        choice.observe(1.0, 1.0, 12.0, 4.0)  # others use 8 of the 12 that are left
-    assert choice.num_threads == 4
-    for _ in range(4):
-        choice.observe(1.0, 1.0, 16.0, 3.0)
-    assert choice.num_threads == 3
+def test_waiting_is_measured() -> None:
+    """Beside more programs than there are processors."""
+    if not list(Path("/proc/self/task").glob("*/schedstat")):
+        assert waited_seconds() == 0
+        pytest.skip("the system does not count what threads wait")
+    program = (
+        "import sys, time\n"
+        "sys.stdin.read()\n"
+        "end = time.process_time() + 0.3\n"
+        "while time.process_time() < end: pass\n"
+        "from atom.model_engine.cpu_threads import waited_seconds\n"
+        "print(waited_seconds())"
+    )
+    count = 2 * default_num_threads()
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for _ in range(count)
+    ]
+    for each in programs:
+        assert each.stdin is not None
+        each.stdin.close()
+    waited = []
+    for each in programs:
+        assert each.stdout is not None
+        waited.append(float(each.stdout.read()))
+        each.wait()
+    # Together they need twice what the processors have.
+    assert max(waited) > 0.05
 
 
 @pytest.mark.parametrize(
     ("variable", "most"), [("1", 1), ("2,4", 2), ("9", 3), ("0", 1), ("many", 3), ("", 3)]
 )
 def test_the_variable_of_openmp_bounds_the_number(
-    variable: str,
-    most: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    variable: str, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
     monkeypatch.setattr(cpu_threads, "default_num_threads", lambda: 3)
-    try:
-        with caplog.at_level("INFO", "atom"):
-            AdaptedThreads()
-        assert torch.get_num_threads() == most
-        assert ("OMP_NUM_THREADS" in caplog.text) == (most < 3)
-    finally:
-        torch.set_num_threads(before)
+    with caplog.at_level("INFO", "atom"):
+        take_threads(ParallelOptions(), ALONE, cpu_platform())
+    assert torch.get_num_threads() == most
+    assert ("OMP_NUM_THREADS" in caplog.text) == (most < 3)
+
+
+@pytest.mark.parametrize("library", [None, object()])
+def test_only_torchs_operations_are_adapted(
+    library: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = SimpleNamespace(library=library)
+    monkeypatch.setattr(cpu_threads, "native_build", lambda: build)
+    threads = take_threads(ParallelOptions(), ALONE, cpu_platform())
+    assert isinstance(threads, AdaptedThreads) == (library is None)
 
 
 def test_a_stated_number_is_never_changed(
@@ -138,40 +140,9 @@ def test_a_stated_number_is_never_changed(
         raise AssertionError("the user said how many")
 
     monkeypatch.setattr(AdaptedThreads, "__init__", fail)
-    before = torch.get_num_threads()
-    try:
-        config = EngineConfig(
-            model=ModelOptions(str(tiny_llama_dir)), parallel=ParallelOptions(num_threads=3)
-        )
-        executor = Worker(config)
-        assert torch.get_num_threads() == 3
-        executor.shutdown()
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_busy_programs_are_seen() -> None:
-    spin = "print(flush=True)\nwhile True: pass"
-    count = default_num_threads()
-    command = [sys.executable, "-c", spin]
-    spinners = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
-    try:
-        for spinner in spinners:
-            assert spinner.stdout is not None
-            assert spinner.stdout.readline()
-        choice = ThreadChoice(count)
-        started, busy, own = AdaptedThreads._now()
-        time.sleep(1.0)
-        now = AdaptedThreads._now()
-        choice.observe(now[0] - started, 0.0, now[1] - busy, now[2] - own)
-        assert choice.num_threads == 1
-    finally:
-        for spinner in spinners:
-            spinner.kill()
-            spinner.communicate()
-
-
-def test_an_idle_engine_is_not_a_starved_one() -> None:
-    choice = ThreadChoice(2)
-    choice.observe(1.0, 0.01, busy=1.02, own=0.02)
-    assert choice.num_threads == 1
+    config = EngineConfig(
+        model=ModelOptions(str(tiny_llama_dir)), parallel=ParallelOptions(num_threads=3)
+    )
+    executor = Worker(config)
+    assert torch.get_num_threads() == 3
+    executor.shutdown()
