@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 
 from atom.structured_output.base import CompileStoppedError, Grammar, GrammarBackend
 from atom.structured_output.params import StructuredOutput
+from atom.structured_output.plain import is_plain
 from atom.structured_output.trial_client import Trials, TrialsEndedError
 from atom.structured_output.trial_messages import TOO_LONG
 
 _NUM_QUICK_THREADS = 2
 # Attempts with a new process when the process ends, before the request is refused.
 _NUM_ATTEMPTS = 2
-# Kinds whose grammar does not depend on the user; they compile quickly.
-_HARMLESS_KINDS = ("json_object",)
 
 
 @dataclass
@@ -51,7 +50,8 @@ class _Job:
 
 
 class TriedCompiler:
-    """Compiles in this process only grammars that a trial compiled within the limits.
+    """Compiles in this process only grammars that a trial compiled within the limits, or that are
+    plain.
 
     A compiling thread cannot be stopped, but a trial can. Compiling twice is cheaper than sending
     compiled grammars between processes, since they are large. Grammars with slow trials have a
@@ -84,9 +84,9 @@ class TriedCompiler:
     def _begin(self, job: _Job) -> None:
         if job.future.cancelled():
             return
-        is_harmless = job.wanted.kind in _HARMLESS_KINDS
+        needs_trial = not is_plain(job.wanted)
         try:
-            if not is_harmless:
+            if needs_trial:
                 self._trials.start()  # starts up while the backend is created
             backend = self._get_backend()
         except (OSError, TrialsEndedError) as error:
@@ -95,10 +95,10 @@ class TriedCompiler:
         except Exception as error:
             job.fail(error)
             return
-        if is_harmless:
-            self._compile(backend, job)
-        else:
+        if needs_trial:
             self._try(backend, job)
+        else:
+            self._compile(backend, job)
 
     def _get_backend(self) -> GrammarBackend:
         with self._lock:

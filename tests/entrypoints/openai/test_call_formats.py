@@ -98,7 +98,10 @@ VALUES = [
     ("count", "null", '"null"'),
     ("ratio", "5.0", "5.0"),
     ("ratio", "NaN", '"NaN"'),
-    ("ratio", "1e999", '"1e999"'),
+    ("ratio", "1e999", "1e999"),
+    ("ratio", "-1.5E400", "-1.5E400"),
+    ("items", "[1e999]", "[1e999]"),
+    ("count", "1e999", '"1e999"'),
     ("flag", "1", '"1"'),
     ("items", "[NaN]", '"[NaN]"'),
     ("items", "[b'x']", "\"[b'x']\""),
@@ -425,3 +428,13 @@ def test_reasoning_of_kimi_k3() -> None:
     for chunks in cuttings(text + "<|close|>message<|sep|><|end_of_msg|>"):
         message = read(ChatOutputParser("kimi_k3", "kimi_k3", TOOLS, True), chunks)
         assert (message.reasoning_content, message.content) == ("a", "b")
+
+
+def test_python_writes_numbers_beyond_floats() -> None:
+    text = "[f(a=1e999, b=[-1.5E+400, {'x': 1_0.e999}], **{'true': .5e9999, true: 2})]"
+    expected = '{"a": 1e999, "b": [-1.5E+400, {"x": 10e999}], "true": 0.5e9999, "True": 2}'
+    assert _calls(_all("pythonic", text)) == [("f", expected)]
+    huge = f"[f(a=1e{'9' * 40})]"
+    assert _calls(_all("pythonic", huge)) == [("f", f'{{"a": 1e{"9" * 40}}}')]
+    digits = f"[f(a={'9' * 400}.0)]"  # no exponent, and no float
+    assert _calls(_all("pythonic", digits)) == [("f", f'{{"a": {"9" * 400}.0}}')]

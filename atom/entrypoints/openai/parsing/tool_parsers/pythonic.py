@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
-from typing import Any
+from collections.abc import Mapping
 
 from atom.entrypoints.openai.chat.deltas import DeltaWriter
 from atom.entrypoints.openai.parsing.text_stream import Steps, TextStream
 from atom.entrypoints.openai.parsing.tool_parsers.base import ToolFormat
 from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar
+from atom.entrypoints.openai.parsing.tool_parsers.typed_arguments import spell
 from atom.structured_output.tags import Format, literal, one_of, sequence
 
 PYTHON = ("<|python_start|>", "<|python_end|>")
 SECTION = ("<function_calls>", "</function_calls>")
 
 _NO_NAME = re.compile(r"[^\w.-]")
+_FLOAT = re.compile(r"(-?)([0-9]*)\.?([0-9]*)((?:[eE][+-]?[0-9]+)?)")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 # Of a schema whose properties can be written one by one.
 _PLAIN = {"type", "properties", "required", "additionalProperties", "title", "description"}
@@ -162,32 +165,64 @@ class _Brackets:
 
 def as_json(arguments: str) -> str | None:
     """Python's `(key=value, ...)` as a JSON object; None where it is not such."""
+    source = f"f{arguments}"
     try:
-        call = ast.parse(f"f{arguments}", mode="eval").body
+        call = ast.parse(source, mode="eval").body
         assert isinstance(call, ast.Call)
         if call.args:
             return None
-        values: dict[str, Any] = {}
+        values: dict[str, str] = {}
         for keyword in call.keywords:
-            value = _value(keyword.value)
-            values.update({keyword.arg: value} if keyword.arg is not None else value)
-        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+            if keyword.arg is not None:
+                values[keyword.arg] = _spell(keyword.value, source)
+            else:
+                values.update(_entries(keyword.value, source))
+        return _object(values)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
 
-def _value(node: ast.expr) -> Any:
+def _spell(node: ast.expr, source: str) -> str:
+    """The JSON of a value that Python writes.
+
+    Raises:
+        ValueError, TypeError: where it is no such value.
+    """
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
-        return _CONSTANTS[node.id]
+        return json.dumps(_CONSTANTS[node.id])
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(item) for item in node.elts]
+        return f"[{', '.join(_spell(item, source) for item in node.elts)}]"
     if isinstance(node, ast.Dict):
-        pairs = zip(node.keys, node.values, strict=True)
-        return {str(_value(key)): _value(value) for key, value in pairs if key is not None}
+        return _object(_entries(node, source))
     value = ast.literal_eval(node)
-    if isinstance(value, str):  # JSON writes characters beyond 16 bits as two
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return value
+    if isinstance(value, float) and math.isinf(value):  # JSON knows no largest number
+        return _beyond_floats(ast.get_source_segment(source, node) or "")
+    return spell(value)
+
+
+def _beyond_floats(text: str) -> str:
+    found = _FLOAT.fullmatch(text.replace("_", ""))
+    if found is None:
+        raise ValueError(f"{text} is no number")
+    sign, whole, part, exponent = found.groups()
+    return f"{sign}{whole.lstrip('0') or '0'}{part and '.' + part}{exponent}"
+
+
+def _entries(node: ast.expr, source: str) -> dict[str, str]:
+    if not isinstance(node, ast.Dict):
+        raise TypeError("only a dictionary has entries")
+    pairs = zip(node.keys, node.values, strict=True)
+    return {_key(key): _spell(value, source) for key, value in pairs if key is not None}
+
+
+def _key(node: ast.expr) -> str:
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return str(_CONSTANTS[node.id])
+    return str(ast.literal_eval(node))
+
+
+def _object(values: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f"{spell(name)}: {value}" for name, value in values.items()) + "}"
 
 
 def _name_end(text: str, start: int) -> int:

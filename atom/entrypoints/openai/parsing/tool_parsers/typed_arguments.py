@@ -101,7 +101,7 @@ def _readings(text: str, types: frozenset[str]) -> Iterator[tuple[Any, str]]:
     for read in (_json, _python):
         try:
             value = read(stripped)
-            spelled = _spell(value) if read is _python else stripped
+            spelled = spell(value) if read is _python else stripped
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             continue
         if isinstance(value, str):
@@ -126,7 +126,12 @@ def _python(text: str) -> Any:
     return ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(text, text))
 
 
-def _spell(value: Any) -> str:
+def spell(value: Any) -> str:
+    """The JSON of a value.
+
+    Raises:
+        ValueError, TypeError: where it has none.
+    """
     spelled = json.dumps(value, ensure_ascii=False, allow_nan=False)
     # Half a surrogate pair is no text.
     return spelled.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
