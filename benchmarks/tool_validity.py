@@ -214,7 +214,9 @@ def to_markdown(rows: Iterable[dict[str, Any]], num_requests: int) -> str:
         complete = row.get("calls", 0) - row.get("cut", 0)
         kinds = [row.get(kind, 0) for kind in ("valid", "name", "json", "schema")]
         shares = [f"{kind / complete:.1%}" if complete else "–" for kind in kinds]
-        called = f"{row['answered'] / num_requests:.1%}" if "answered" in row else "all"
+        called = "all"  # chance begins within one
+        if row["writer"] == "model":
+            called = f"{row.get('answered', 0) / num_requests:.1%}"
         line = [row["writer"], f"`{row['format']}`", row["strictness"], called, complete]
         lines.append([*line, *shares, row.get("cut", 0)])
     return markdown_table(header, lines)

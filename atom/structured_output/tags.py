@@ -142,7 +142,7 @@ def _lower_any_tokens(format: Format, markers: Mapping[str, int]) -> Format:
         for first, item in zip(firsts, items, strict=True)
     ]
     if known and isinstance(known[0], str):
-        return {"type": "any_text", "excludes": [item for item in known if isinstance(item, str)]}
+        return {"type": "any_text", "excludes": [item for item in items if isinstance(item, str)]}
     tokens = dict.fromkeys(item for item in known if not isinstance(item, str))
     return {**format, "exclude_tokens": list(tokens)}
 

@@ -19,7 +19,7 @@ def _parameter(name: Format, kind: str, value: Format) -> Format:
     return sequence(literal(f'{PARAMETER}"'), name, literal('">'), value, literal(f"{END}\n"))
 
 
-_PARAMETERS = ParameterGrammar(_parameter, (END,))
+_PARAMETERS = ParameterGrammar(_parameter, (END, SECTION[1]))
 
 
 def _call(name: str, arguments: Format) -> Format:

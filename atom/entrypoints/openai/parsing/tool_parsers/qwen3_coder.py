@@ -24,7 +24,7 @@ def _parameter(name: Format, kind: str, value: Format) -> Format:
     )
 
 
-_PARAMETERS = ParameterGrammar(_parameter, (PARAMETER_END,))
+_PARAMETERS = ParameterGrammar(_parameter, (PARAMETER_END, CLOSE))
 
 
 def _call(name: str, arguments: Format) -> Format:
