@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from atom.entrypoints.openai.parsing.tool_grammar import tool_call_grammar
+from atom.entrypoints.parsing.tool_grammar import tool_call_grammar
 from atom.structured_output.base import TokenMask
 from atom.structured_output.params import StructuredOutput
 from atom.structured_output.vocabulary import Vocabulary

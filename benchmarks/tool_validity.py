@@ -34,9 +34,9 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
 from atom.bench.report import environment, environment_markdown, markdown_table, write_json
-from atom.entrypoints.openai.parsing.output_parser import ChatOutputParser
-from atom.entrypoints.openai.parsing.tool_grammar import tool_call_grammar
-from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
+from atom.entrypoints.parsing.output_parser import ChatOutputParser
+from atom.entrypoints.parsing.tool_grammar import tool_call_grammar
+from atom.entrypoints.parsing.tool_parsers import TOOL_PARSERS
 from atom.structured_output.base import Matcher
 from atom.structured_output.params import StructuredOutput
 from atom.structured_output.vocabulary import read_vocabulary

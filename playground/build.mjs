@@ -4,7 +4,7 @@ import { cp, mkdir } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
 
 const here = fileURLToPath(new URL(".", import.meta.url));
-const out = process.argv[2] ?? `${here}../atom/entrypoints/openai/playground`;
+const out = process.argv[2] ?? `${here}../atom/entrypoints/playground`;
 await mkdir(out, { recursive: true });
 await build({
   absWorkingDir: here,

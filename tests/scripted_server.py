@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import httpx
 import uvicorn
 
-from atom.entrypoints.openai.app import create_app
-from atom.entrypoints.openai.http.metrics import ServerMetrics
-from atom.entrypoints.openai.http.options import ServerOptions
-from atom.entrypoints.openai.serve import bind
+from atom.entrypoints.http.metrics import ServerMetrics
+from atom.entrypoints.server.app import create_app
+from atom.entrypoints.server.serve import bind
+from atom.entrypoints.server_options import ServerOptions
 from atom.messages import (
     EngineLimits,
     EngineRequest,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from atom.config import EngineConfig
-from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai_server import create_parser, main
+from atom.entrypoints.server_options import ServerOptions
 from atom.examples.simple_inference import main as demo
 from atom.model_engine.arg_utils import engine_config, engine_options
 

@@ -20,9 +20,9 @@ import yaml
 from ports import free_port
 
 from atom.config import ConfigError
-from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai_server import create_parser as server_parser
 from atom.entrypoints.ray_options import read_args
+from atom.entrypoints.server_options import ServerOptions
 from atom.entrypoints.terminal import command as atom_command
 from atom.entrypoints.terminal.command import PROGRAMS
 from atom.examples import simple_inference

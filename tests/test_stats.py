@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from atom.entrypoints.openai.http.metrics import ServerMetrics
+from atom.entrypoints.http.metrics import ServerMetrics
 from atom.messages import EngineStats
 from atom.model_engine.replicas.total_stats import total_stats
 from atom.stats import ExpectedAcceptance, SpecDecodeCounter, SpecDecodeStats

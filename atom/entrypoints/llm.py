@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from atom.entrypoints.chat.template import ChatTemplates, Message
 from atom.entrypoints.engine_metrics import EngineMetric, engine_metrics
 from atom.entrypoints.offline.interrupts import interrupts_held
 from atom.entrypoints.offline.prompts import (
@@ -20,7 +21,6 @@ from atom.entrypoints.offline.prompts import (
     prompt_list,
     refuse_adapter,
 )
-from atom.entrypoints.openai.chat.template import ChatTemplates, Message
 from atom.messages import RequestFailedError, RequestRefusedError
 from atom.model_engine.arg_utils import choose_draft, engine_config
 from atom.model_engine.llm_engine import LLMEngine

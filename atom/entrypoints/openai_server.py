@@ -14,8 +14,8 @@ from typing import Any
 
 from atom.command_line import CommandLine
 from atom.config import ConfigError, EngineConfig
-from atom.entrypoints.openai.http.options import OptionError, ServerOptions
 from atom.entrypoints.process_exit import end_process
+from atom.entrypoints.server_options import OptionError, ServerOptions
 from atom.model_engine.arg_utils import (
     add_engine_flags,
     add_model,
@@ -106,7 +106,7 @@ def show_ops(config: EngineConfig) -> int:
 
 def serve_forever(config: EngineConfig, options: ServerOptions) -> int:
     # After the options were found right: these imports bring torch.
-    from atom.entrypoints.openai.serve import bind, bind_uds, serve
+    from atom.entrypoints.server.serve import bind, bind_uds, serve
     from atom.messages import EngineDeadError
     from atom.model_loader.errors import WeightError
 

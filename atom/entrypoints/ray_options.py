@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from atom.command_line import CommandLine
 from atom.config import ConfigError, EngineConfig
-from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai_server import create_parser, read_options
+from atom.entrypoints.server_options import ServerOptions
 from atom.options import Options, add_flags, build, given_flags, option
 
 # Ray Serve's proxies listen, and it runs for ever.

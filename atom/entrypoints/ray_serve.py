@@ -12,11 +12,11 @@ from typing import Any
 from ray import serve
 
 from atom.config import EngineConfig
-from atom.entrypoints.openai.app import create_app
-from atom.entrypoints.openai.http.edge import REQUEST_ID_HEADER
-from atom.entrypoints.openai.http.metrics import ServerMetrics
-from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.http.edge import REQUEST_ID_HEADER
+from atom.entrypoints.http.metrics import ServerMetrics
 from atom.entrypoints.ray_options import read_args
+from atom.entrypoints.server.app import create_app
+from atom.entrypoints.server_options import ServerOptions
 from atom.messages import EngineDeadError
 from atom.model_engine.async_engine import AsyncEngine
 

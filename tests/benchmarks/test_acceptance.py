@@ -13,7 +13,7 @@ import pytest
 import stub_server
 
 from atom.bench.report import read_conversations
-from atom.entrypoints.openai.http.metrics import ServerMetrics
+from atom.entrypoints.http.metrics import ServerMetrics
 from atom.messages import EngineStats
 from atom.stats import SpecDecodeStats
 

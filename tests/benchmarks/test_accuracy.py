@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from ports import free_port
 
-from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai_server import create_parser
+from atom.entrypoints.server_options import ServerOptions
 from atom.model_engine.arg_utils import (
     choose_draft,
     engine_config,

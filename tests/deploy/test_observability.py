@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from atom.entrypoints.openai.http.metrics import ServerMetrics
+from atom.entrypoints.http.metrics import ServerMetrics
 from atom.messages import EngineStats
 from atom.model_engine.replicas.replica_set import ReplicaHealth
 from atom.stats import ExpectedAcceptance, SpecDecodeCounter

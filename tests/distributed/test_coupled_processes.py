@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from distributed.coupled import coupled_config
-from entrypoints.openai.server_process import ServerProcess
+from entrypoints.server_process import ServerProcess
 from patience import PATIENCE_SECONDS
 from spec_decode.engines import PROMPTS, create_engine, generate, params, write_target
 from transformers import PreTrainedTokenizerFast

@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
-from entrypoints.openai.server_process import ServerProcess
+from entrypoints.server_process import ServerProcess
 from patience import PATIENCE_SECONDS
 from spec_decode.engines import write_target
 from transformers import PreTrainedTokenizerFast

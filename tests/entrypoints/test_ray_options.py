@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from atom.config import ConfigError
-from atom.entrypoints.openai.http.options import OptionError
 from atom.entrypoints.ray_options import ScalingOptions, read_args
+from atom.entrypoints.server_options import OptionError
 
 
 def test_text_and_values_say_the_same() -> None:

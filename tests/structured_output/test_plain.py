@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from atom import StructuredOutput
-from atom.entrypoints.openai.parsing.tool_grammar import tool_call_grammar
-from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
+from atom.entrypoints.parsing.tool_grammar import tool_call_grammar
+from atom.entrypoints.parsing.tool_parsers import TOOL_PARSERS
 from atom.structured_output.plain import is_plain
 
 TEXT = {"type": "string", "description": "{2}"}

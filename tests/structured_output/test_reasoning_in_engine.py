@@ -24,8 +24,8 @@ from spec_decode.engines import create_engine
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
-from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
-from atom.entrypoints.openai.parsing.reasoning.formats import Channels, ReasoningFormat, ThinkTags
+from atom.entrypoints.parsing.reasoning import REASONING_PARSERS
+from atom.entrypoints.parsing.reasoning.formats import Channels, ReasoningFormat, ThinkTags
 from atom.model_engine import compiled_grammars
 from atom.structured_output.trial_messages import TrialLimits
 

@@ -21,7 +21,7 @@ from scripted_server import ScriptedServer
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
-from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.server_options import ServerOptions
 from atom.entrypoints.terminal import chat, run
 from atom.entrypoints.terminal.remote import RemoteModel
 from atom.entrypoints.terminal.settings import (

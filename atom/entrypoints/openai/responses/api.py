@@ -7,10 +7,11 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest, SamplingFields
-from atom.entrypoints.openai.http.errors import bad_request
-from atom.entrypoints.openai.http.provider_tools import own_tools
-from atom.entrypoints.openai.http.unknown_fields import UnknownFields
+from atom.entrypoints.chat.protocol import ChatCompletionRequest, SamplingFields
+from atom.entrypoints.chat.translation import translate_request
+from atom.entrypoints.http.errors import bad_request
+from atom.entrypoints.http.provider_tools import own_tools
+from atom.entrypoints.http.unknown_fields import UnknownFields
 from atom.entrypoints.openai.responses.protocol import (
     AllowedTools,
     FunctionCall,
@@ -24,7 +25,6 @@ from atom.entrypoints.openai.responses.protocol import (
     ToolChoice,
     ToolReference,
 )
-from atom.entrypoints.openai.translation import translate_request
 from atom.quoting import excerpt
 
 LOGPROBS = "message.output_text.logprobs"

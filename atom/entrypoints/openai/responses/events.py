@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from atom.entrypoints.openai.chat.generation import Usage
-from atom.entrypoints.openai.http.errors import ApiError
-from atom.entrypoints.openai.translation import Block, Event, Translation
+from atom.entrypoints.chat.generation import Usage
+from atom.entrypoints.chat.translation import Block, Event, Translation
+from atom.entrypoints.http.errors import ApiError
 
 ITEM_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 

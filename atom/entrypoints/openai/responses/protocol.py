@@ -10,14 +10,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from atom.entrypoints.openai.chat.protocol import (
-    UNSUPPORTED_CONTENT,
+from atom.entrypoints.chat.protocol import (
     ApiModel,
     SamplingFields,
     kind_of,
     list_or_string,
 )
-from atom.entrypoints.openai.http.provider_tools import PROVIDER_TAG, ProviderTool, tool_kind
+from atom.entrypoints.http.provider_tools import PROVIDER_TAG, ProviderTool, tool_kind
+from atom.entrypoints.http.unknown_fields import UNSUPPORTED_CONTENT
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

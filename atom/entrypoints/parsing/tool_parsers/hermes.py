@@ -1,0 +1,56 @@
+"""Hermes, Qwen 2.5 and Qwen 3: JSON objects in `<tool_call>` tags.
+
+Source: the checkpoints' chat templates. Within strings of the JSON, tags are text.
+"""
+
+from __future__ import annotations
+
+import json
+
+from atom.entrypoints.parsing.deltas import DeltaWriter
+from atom.entrypoints.parsing.text_stream import Steps, TextStream
+from atom.entrypoints.parsing.tool_parsers.base import ToolFormat
+from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar, tagged
+from atom.entrypoints.parsing.tool_parsers.json_call import JsonCall, read_call_list
+from atom.structured_output.tags import Format, literal, sequence
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+def _call(name: str, arguments: Format) -> Format:
+    head = literal(f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
+    return tagged(OPEN, sequence(head, arguments, literal("}\n")), CLOSE)
+
+
+class Hermes(ToolFormat):
+    grammar = CallGrammar(_call, separator="\n", section=None)
+    markers = (OPEN, CLOSE)
+    opening = frozenset({OPEN})
+
+    def read(self, opening: str, text: TextStream, out: DeltaWriter) -> Steps[str | None]:
+        marker: str | None = opening
+        while marker == OPEN:
+            out.marker()
+            marker = yield from self._read_tag(text, out)
+        out.marker()
+        return marker
+
+    def _read_tag(self, text: TextStream, out: DeltaWriter) -> Steps[str | None]:
+        """Read what a tag holds; returns the marker that ended it."""
+        if (yield from text.skip_space(out.content)) == "[":  # SmolLM2 writes a list
+            yield from read_call_list(text, out)
+        while (yield from text.skip_space(out.content)) == "{":
+            call = JsonCall(text, out, keys=None, accepts=bool, is_eager=True)
+            yield from call.read()
+            if call.is_open:
+                marker = yield from text.until(self.own, out.arguments)
+                if marker is None:
+                    out.cut_call()
+                else:
+                    out.end_call()
+                return marker
+            if not call.has_begun:
+                if not text.at_end:  # otherwise it was cut before the name was whole
+                    out.content(self.all.without(call.raw))
+                break
+        return (yield from text.until(self.all, out.content))

@@ -1,0 +1,225 @@
+"""The server's life: start the engine, listen, drain on a signal, end when the engine does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Iterator
+
+import uvicorn
+
+from atom.config import EngineConfig
+from atom.entrypoints.http.connection import BoundedProtocol
+from atom.entrypoints.http.metrics import ServerMetrics
+from atom.entrypoints.http.sse import cancel
+from atom.entrypoints.server.app import create_app
+from atom.entrypoints.server.banner import banner
+from atom.entrypoints.server.stats_log import log_stats
+from atom.entrypoints.server_options import OptionError, ServerOptions
+from atom.model_engine.async_engine import AsyncEngine
+
+logger = logging.getLogger(__name__)
+
+# After the engine's death the server lives on that long to say so: requests in flight get
+# their errors and /health answers 503.
+DEAD_LINGER_SECONDS = 3.0
+
+# For the last bytes of answers whose generation has been ended, while the engine ends too.
+FLUSH_SECONDS = 1.5
+
+BACKLOG = 2048
+
+# Longer than the idle timeouts of common clients and proxies, which should close first.
+KEEP_ALIVE_SECONDS = 75
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: nobody connects before the model is loaded.
+
+    Raises:
+        OSError: when the address does not exist or the port is taken.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        # Not refused because of the last server's connections that linger in the kernel.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def bind_uds(path: str) -> socket.socket:
+    """A Unix domain socket that does not listen yet; one that a dead server left is replaced.
+
+    Raises:
+        OSError: when the path cannot be bound, or a server listens on it.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode) and not _listens(path):
+                os.unlink(path)
+        sock.bind(path)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.connect(path)
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+async def serve(engine_config: EngineConfig, options: ServerOptions, sock: socket.socket) -> int:
+    """Run until a signal or the engine's death; returns the process's exit code."""
+    signals = _Signals()
+    metrics = ServerMetrics()
+    starting = asyncio.create_task(
+        AsyncEngine.start(
+            engine_config, max_waiting_requests=options.max_waiting_requests, observer=metrics
+        )
+    )
+    if not await signals.wait_unless_done(starting):
+        logger.info("stopped while loading the model")
+        await cancel(starting)
+        return 0
+    engine = starting.result()
+    try:
+        app = create_app(engine, options, metrics)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=options.log_level == "debug",
+            lifespan="off",
+            ws="none",
+            http=BoundedProtocol,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+        return await _listen(_Server(config), engine, options, sock, signals)
+    finally:
+        await engine.shutdown(0)
+
+
+async def _listen(
+    server: _Server,
+    engine: AsyncEngine,
+    options: ServerOptions,
+    sock: socket.socket,
+    signals: _Signals,
+) -> int:
+    url, is_open = _url(sock), _is_open(sock)  # uvicorn closes the socket
+    try:
+        sock.listen(BACKLOG)  # not left to the event loop: uvloop keeps a failure to itself
+    except OSError as error:
+        raise OptionError(f"cannot listen on {url}: {error}") from error
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    dead = asyncio.create_task(engine.wait_dead())
+    stats = asyncio.create_task(log_stats(engine))
+    try:
+        while not (server.started or serving.done()):
+            await asyncio.sleep(0.01)
+        # What is here now stays: later searches for garbage leave it out.
+        gc.collect()
+        gc.freeze()
+        if not serving.done():
+            logger.info("%s", banner(url, options, engine))
+            logger.info("Ready: %s serves %s", url, engine.model_name)
+            if is_open and not options.api_keys:
+                logger.warning(
+                    "whoever reaches %s may use it: give --api-key, or set $ATOM_API_KEY", url
+                )
+        await signals.wait_unless_done(serving, dead)
+        died = dead.done()
+        if died:
+            logger.critical("the engine died: %s", dead.result())
+            await asyncio.sleep(DEAD_LINGER_SECONDS)
+        await _drain(server, serving, engine, 0 if died else options.drain_seconds, signals)
+        return 1 if died else 0
+    finally:
+        await cancel(serving, dead, stats)
+
+
+async def _drain(
+    server: _Server,
+    serving: asyncio.Task[None],
+    engine: AsyncEngine,
+    seconds: float,
+    signals: _Signals,
+) -> None:
+    """Stop listening, let requests in flight end, then end those that are left."""
+    server.should_exit = True
+    if not serving.done():
+        logger.info("stopping; requests in flight have %g s", seconds)
+    signals.again()
+    await signals.wait_unless_done(serving, timeout=seconds)
+    ending = asyncio.create_task(engine.shutdown(0))
+    await asyncio.wait({serving, ending}, timeout=FLUSH_SECONDS)
+    if serving.done():
+        serving.result()
+
+
+def _is_open(sock: socket.socket) -> bool:
+    """Whether other machines may reach it."""
+    if sock.family == socket.AF_UNIX:
+        return False
+    return not ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def _url(sock: socket.socket) -> str:
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: ours drain, and decide the exit code."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Signals:
+    """SIGTERM and SIGINT as an event."""
+
+    def __init__(self) -> None:
+        self._received = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._received.set)
+
+    def again(self) -> None:
+        """Forget the last signal: the next one means that somebody is in a hurry."""
+        self._received.clear()
+
+    async def wait_unless_done(
+        self, *tasks: asyncio.Task[object], timeout: float | None = None
+    ) -> bool:
+        """Wait for a signal, a task's end or the timeout; true when a task has ended."""
+        received = asyncio.create_task(self._received.wait())
+        try:
+            await asyncio.wait(
+                {received, *tasks}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            await cancel(received)
+        return any(task.done() for task in tasks)

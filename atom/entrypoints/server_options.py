@@ -1,0 +1,177 @@
+"""The server's own options and their flags; the engine's are `EngineConfig`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from atom.entrypoints.parsing.reasoning import REASONING_PARSERS
+from atom.entrypoints.parsing.tool_parsers import TOOL_PARSERS
+from atom.environment import api_key_from_environment
+from atom.options import add_flags, build, given_flags, option
+
+UNKNOWN_FIELDS = ("warn", "refuse")
+_HOST, _PORT = "127.0.0.1", 8000
+TOOL_FORMATS = ("auto", "none", *TOOL_PARSERS)
+REASONING_FORMATS = ("auto", "none", *REASONING_PARSERS)
+TOOL_STRICTNESS = ("off", "names", "schemas")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class OptionError(ValueError):
+    """A server option is wrong; the message says what was given and what is expected."""
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--chat-template: cannot read {path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Everything about the server but its engine; `chat_template` is Jinja text."""
+
+    host: str = option(_HOST, "address to listen on")
+    port: int = option(_PORT, "port, 0 for any free one")
+    uds: str | None = option(
+        None, "Unix domain socket to listen on, instead of an address and a port"
+    )
+    root_path: str = option("", "path under which a proxy shows the server, such as /llm")
+    api_keys: tuple[str, ...] = option(
+        (),
+        "key(s) that clients must send; else $ATOM_API_KEY; else the server is open",
+        name="api_key",
+        parse=tuple,
+    )
+    suffix_cache_across_api_keys: bool = option(
+        False, "look up what clients with other keys were answered, too (--suffix-cache-tokens)"
+    )
+    served_model_names: tuple[str, ...] = option(
+        (),
+        "name(s) of the model in the API; its own name when omitted",
+        name="served_model_name",
+        parse=tuple,
+    )
+    max_waiting_requests: int | None = option(
+        None, "answer 429 when more wait; unlimited when omitted"
+    )
+    cors_allow_origins: tuple[str, ...] = option(
+        (),
+        "origin(s) whose web pages may call the server, * for all; none when omitted",
+        name="cors_allow_origin",
+        alias="cors_allow_origins",
+        parse=tuple,
+    )
+    max_body_bytes: int = option(10 * 2**20, "largest request body")
+    max_tool_grammar: int = option(
+        2 * 2**20,
+        "most characters of the grammar of a request's tools: twice their schemas, without "
+        "descriptions",
+    )
+    drain_seconds: float = option(30.0, "time that requests have to end after SIGTERM")
+    unknown_fields: str = option(
+        "warn",
+        "ignore fields that no API here knows, and say so, or refuse",
+        choices=UNKNOWN_FIELDS,
+    )
+    ui: bool = option(True, "show the playground at /")
+    log_level: str = option("info", "what the log holds", choices=LOG_LEVELS)
+    chat_template: str | None = option(
+        None, "file with a Jinja chat template", parse=_read_template
+    )
+    sanitize_control_tokens: bool = option(
+        True, "special tokens that messages and tools spell stay text, and open or end no turn"
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto is what its chat template shows",
+        choices=TOOL_FORMATS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks reasoning; auto is what its chat template shows",
+        choices=REASONING_FORMATS,
+    )
+    tool_strictness: str = option(
+        "off",
+        "what is enforced of calls that the model decides to make, beside tools with strict: "
+        "nothing, that they name a tool, or their arguments' schema, too",
+        choices=TOOL_STRICTNESS,
+    )
+    enable_auto_tool_choice: bool = option(
+        True, "let the model decide whether it calls the tools of a request"
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise OptionError(f"--port must be in [0, 65535], got {self.port}")
+        if self.uds is not None and (self.host, self.port) != (_HOST, _PORT):
+            raise OptionError("--uds is instead of --host and --port; give one or the other")
+        if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
+            raise OptionError(f"--root-path must be a path such as /llm, got {self.root_path!r}")
+        if any(not key.strip() for key in self.api_keys):
+            raise OptionError("--api-key must not be empty")
+        if any(not name for name in self.served_model_names):
+            raise OptionError("--served-model-name must not be empty")
+        if self.max_waiting_requests is not None and self.max_waiting_requests < 0:
+            raise OptionError(
+                f"--max-waiting-requests must be at least 0, got {self.max_waiting_requests}"
+            )
+        if self.max_tool_grammar < 1:
+            raise OptionError(f"--max-tool-grammar must be at least 1, got {self.max_tool_grammar}")
+        if self.max_body_bytes < 1:
+            raise OptionError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}")
+        if not 0 <= self.drain_seconds < float("inf"):
+            raise OptionError(f"--drain-seconds must be at least 0, got {self.drain_seconds}")
+        _check_name("--unknown-fields", self.unknown_fields, UNKNOWN_FIELDS)
+        _check_name("--tool-strictness", self.tool_strictness, TOOL_STRICTNESS)
+        _check_name("--tool-call-parser", self.tool_call_parser, TOOL_FORMATS)
+        _check_name("--reasoning-parser", self.reasoning_parser, REASONING_FORMATS)
+
+    def check_sharing(self, suffix_cache_tokens: int) -> None:
+        """How long an answer takes tells a little about the answers that it was looked up in.
+
+        Raises:
+            OptionError: when recent outputs would be shared by keys, and nobody allowed it.
+        """
+        if suffix_cache_tokens and len(self.api_keys) > 1 and not self.suffix_cache_across_api_keys:
+            raise OptionError(
+                f"--suffix-cache-tokens {suffix_cache_tokens} would look up what clients with any "
+                f"of {len(self.api_keys)} API keys were answered; leave it out, or allow that with "
+                f"--suffix-cache-across-api-keys (requests with a cache_salt of their own still "
+                f"share nothing)"
+            )
+
+    @property
+    def tool_format(self) -> str | None:
+        """The name in `TOOL_PARSERS`; None also while `auto` has not been replaced."""
+        return self.tool_call_parser if self.tool_call_parser in TOOL_PARSERS else None
+
+    @property
+    def reasoning_format(self) -> str | None:
+        """The name in `REASONING_PARSERS`; None also while `auto` has not been replaced."""
+        return self.reasoning_parser if self.reasoning_parser in REASONING_PARSERS else None
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
+        add_flags(parser.add_argument_group("server"), cls)
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> ServerOptions:
+        """Raises:
+        OptionError: for a value that cannot be, or a template file that cannot be read.
+        """
+        given = given_flags(namespace, cls)
+        if (key := api_key_from_environment()) is not None:
+            given.setdefault("api_key", [key])
+        return build(cls, given, "server option")
+
+
+def _check_name(flag: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise OptionError(f"{flag} must be one of {', '.join(known)}, got {name!r}")
