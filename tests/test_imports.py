@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -121,6 +123,54 @@ def test_imports_go_down() -> None:
             for module in imported_modules(path)
             if is_in(module, upper)
         ]
+    assert wrong == []
+
+
+def _packages(path: Path) -> tuple[str, ...]:
+    """The folders below `atom` that a file lies in, from the top down."""
+    return path.relative_to(ROOT / "atom").parts[:-1]
+
+
+@cache
+def _module_paths() -> dict[str, Path]:
+    names = {}
+    for path in PACKAGE_FILES:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+def _sibling_imports() -> dict[tuple[str, ...], dict[str, dict[str, str]]]:
+    """For each folder: which of its folders import which others, with one import of each.
+
+    A file counts for every folder above it. Files that lie beside the folders are left out: a
+    folder's own files may use what is below them, and the other way round.
+    """
+    found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for path in PACKAGE_FILES:
+        here = _packages(path)
+        for module in imported_modules(path):
+            if (target := _module_paths().get(module)) is None:
+                continue
+            there = _packages(target)
+            is_same = [a == b for a, b in zip(here, there, strict=False)]
+            if not all(is_same):
+                depth = is_same.index(False)
+                arrows = found.setdefault(here[:depth], {}).setdefault(here[depth], {})
+                arrows[there[depth]] = f"{name_of(path)} imports {module}"
+    return found
+
+
+def test_folders_import_one_way() -> None:
+    """Folders that lie side by side have an order, at every level: there is no way back."""
+    wrong = []
+    for arrows in _sibling_imports().values():
+        sorter = TopologicalSorter({name: others.keys() for name, others in arrows.items()})
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            circle = error.args[1][::-1]
+            wrong += [arrows[name][other] for name, other in pairwise(circle)]
     assert wrong == []
 
 

@@ -22,8 +22,8 @@ from atom.messages import (
     check_text,
 )
 from atom.model_engine.processes.engine_client import EngineClient
+from atom.model_engine.processes.placement import place_engines
 from atom.model_engine.replicas.mailbox import Mailbox
-from atom.model_engine.replicas.placement import place_engines
 from atom.model_engine.replicas.replica import Replica
 from atom.model_engine.replicas.replica_set import Relaunch, ReplicaSet, StartedEngine
 from atom.model_engine.replicas.router import Router

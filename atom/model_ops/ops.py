@@ -152,7 +152,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     # Of two with the same name, the first supported one is used: packed if possible.
     "kv_cache_write": (
-        kernel("aiter.cache_write:kv_cache_write_packed", "aiter.layout:refuses_packed", PACKED),
+        kernel("aiter.cache_write:kv_cache_write_packed", "packed_cache:refuses_packed", PACKED),
         kernel("aiter.cache_write:kv_cache_write", "aiter.cache_write:refuses_plain"),
         invariant("native.attention:kv_cache_write", "native.attention:refuses"),
         invariant("triton.cache_write:kv_cache_write", "triton.support:refuses_storage"),
@@ -166,14 +166,14 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("triton.rope_cache:rope_and_cache", "triton.rope_cache:refuses"),
         invariant(
             "torch.attention:rope_and_cache",
-            "aiter.layout:refuses_packed",
+            "packed_cache:refuses_packed",
             PACKED,
             note=one_by_one,
         ),
         invariant("torch.attention:rope_and_cache", note=one_by_one),
     ),
     "paged_attention": (
-        kernel("aiter.attention:paged_attention_packed", "aiter.layout:refuses_packed", PACKED),
+        kernel("aiter.attention:paged_attention_packed", "packed_cache:refuses_packed", PACKED),
         kernel("aiter.attention:paged_attention", "aiter.attention:refuses_decode"),
         kernel("gluon.paged_attention:paged_attention", "gluon.paged_attention:refuses"),
         invariant("native.attention:paged_attention", "native.attention:refuses"),
@@ -188,7 +188,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         kernel("torch.attention:block_attention"),
     ),
     "prefill_attention": (
-        kernel("aiter.attention:prefill_attention_packed", "aiter.layout:refuses_packed", PACKED),
+        kernel("aiter.attention:prefill_attention_packed", "packed_cache:refuses_packed", PACKED),
         kernel("aiter.attention:prefill_attention", "aiter.attention:refuses_prefill"),
         invariant("native.attention:paged_attention", "native.attention:refuses"),
         kernel("triton.prefill_attention:prefill_attention", "triton.flash:refuses"),

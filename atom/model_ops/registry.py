@@ -23,7 +23,7 @@ from atom.platform import Platform
 
 # KV cache layouts: plain, as described in `metadata`, unless all ops of a cache agree on another.
 PLAIN = "plain"
-# As described in `kernels/aiter/layout.py`.
+# As described in `kernels/packed_cache.py`.
 PACKED = "packed"
 
 

@@ -11,9 +11,9 @@ from patience import until
 from atom import LLM
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import engine_config
+from atom.model_engine.processes import placement as replica_placement
 from atom.model_engine.processes.engine_client import EngineClient
-from atom.model_engine.replicas import placement as replica_placement
-from atom.model_engine.replicas.placement import Placement, place_engines
+from atom.model_engine.processes.placement import Placement, place_engines
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import zmq
 from atom.config import ConfigError
 from atom.messages import EngineDeadError
 from atom.model_engine.processes import wire
-from atom.model_engine.replicas.placement import Placement
+from atom.model_engine.processes.placement import Placement
 
 # The path of a Unix socket is limited to about 100 bytes.
 _LONGEST_SOCKET_DIR = 80

@@ -11,8 +11,7 @@ from fake_aiter import ENTRY_POINTS, SIGNATURES, DeviationError, FakeAiter, sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.model_ops.kernels import probe
-from atom.model_ops.kernels.aiter import layout
+from atom.model_ops.kernels import packed_cache, probe
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import (
@@ -176,14 +175,14 @@ def test_packing_round_trips(storage: torch.dtype, block_size: int) -> None:
     scales = [torch.ones(1)] * 2 if storage.itemsize == 1 else []
     cache = KVCacheTensor(pools[0], pools[1], *scales)
     slots = torch.arange(3 * block_size)
-    rows = layout.PackedLayout().rows(cache, slots, torch.float32)
+    rows = packed_cache.PackedLayout().rows(cache, slots, torch.float32)
     x = 16 // storage.itemsize
     again = torch.empty(shape, dtype=storage)
     key, value = rows[0].to(storage), rows[1].to(storage)
     blocks = key.view(3, block_size, 2, 128 // x, x).permute(0, 2, 3, 1, 4)
-    layout.packed_key(again[0]).copy_(blocks)
+    packed_cache.packed_key(again[0]).copy_(blocks)
     blocks = value.view(3, block_size // x, x, 2, 128).permute(0, 3, 1, 4, 2)
-    layout.packed_value(again[1]).copy_(blocks)
+    packed_cache.packed_value(again[1]).copy_(blocks)
     assert torch.equal(again.view(torch.uint8), pools.view(torch.uint8))
     for part, pool in zip(rows, pools, strict=True):
         for block in range(3):
@@ -231,7 +230,7 @@ def test_beyond_the_limits_of_gluon_no_aiter_decodes_a_draft(
 
 
 def test_without_one_of_its_entry_points_nothing_is_packed() -> None:
-    for missing in layout.PACKED_ENTRY_POINTS:
+    for missing in packed_cache.PACKED_ENTRY_POINTS:
         with probe.replaced(FakeAiter(missing=[missing.name]).library):
             assert written_by(table()) == "reshape_and_cache_flash"
 

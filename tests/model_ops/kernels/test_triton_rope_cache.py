@@ -9,7 +9,7 @@ from test_triton_attention import FP8, skip_unless_converted
 from test_triton_elementwise import assert_near, random
 
 from atom.model_ops.kernels import probe
-from atom.model_ops.kernels.aiter.layout import PackedLayout
+from atom.model_ops.kernels.packed_cache import PackedLayout
 from atom.model_ops.kernels.torch import attention, elementwise, mla
 from atom.model_ops.kernels.triton.mla_rope_cache import mla_rope_and_cache
 from atom.model_ops.kernels.triton.rope_cache import (

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache with aiter: decode, verify and prefill.
 
 Unified attention reads both layouts in place, with any mix of query lengths. Layers without grouped
-queries (an Eagle3 draft's) decode with the Gluon kernel, which needs a packed pool; see `layout`.
+queries (an Eagle3 draft's) decode with the Gluon kernel, which needs a packed pool.
 Where most tokens are new, keys and values are copied out of the pool for flash attention. aiter's
 assembly `pa_*` kernels are not used: they read 16 bits of a block id, so pools of more than 65,535
 blocks would silently give wrong results.
@@ -13,7 +13,9 @@ from functools import partial
 
 import torch
 
-from atom.model_ops.kernels.aiter.layout import (
+from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries
+from atom.model_ops.kernels.aiter.support import refuses_storage, requires
+from atom.model_ops.kernels.packed_cache import (
     FLASH_ATTENTION,
     GLUON_DECODE,
     UNIFIED_ATTENTION,
@@ -22,8 +24,6 @@ from atom.model_ops.kernels.aiter.layout import (
     PlainLayout,
     refuses_packed,
 )
-from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries
-from atom.model_ops.kernels.aiter.support import refuses_storage, requires
 from atom.model_ops.kernels.probe import function
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery

@@ -6,13 +6,13 @@ import functools
 
 import torch
 
-from atom.model_ops.kernels.aiter.layout import WRITE_PACKED, PackedLayout
 from atom.model_ops.kernels.aiter.support import (
     bounded,
     refuses_storage,
     requires,
     storage_name,
 )
+from atom.model_ops.kernels.packed_cache import WRITE_PACKED, PackedLayout
 from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from atom.model_ops.kernels.aiter.attention import known_context_lens
-from atom.model_ops.kernels.aiter.layout import FLASH_ATTENTION
 from atom.model_ops.kernels.aiter.sequences import token_starts
 from atom.model_ops.kernels.aiter.support import refuses_storage, requires
+from atom.model_ops.kernels.packed_cache import FLASH_ATTENTION
 from atom.model_ops.kernels.probe import function
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
 from atom.model_ops.kernels.triton.list_slots import list_slots

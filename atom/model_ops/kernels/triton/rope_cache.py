@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom.model_ops.kernels.aiter import layout
+from atom.model_ops.kernels import packed_cache
 from atom.model_ops.kernels.torch.attention import CacheWrite
 from atom.model_ops.kernels.torch.elementwise import Rope
 from atom.model_ops.kernels.triton.cache_write import quantize
@@ -28,7 +28,7 @@ def refuses(query: OpQuery) -> str | None:
 
 def refuses_packed(query: OpQuery) -> str | None:
     """The same for a packed cache."""
-    return layout.refuses_packed(query) or refuses(query)
+    return packed_cache.refuses_packed(query) or refuses(query)
 
 
 def rope_and_cache(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from atom.model_ops.kernels.torch.quantise import e8m0_scales, round_to_fp4
 from atom.model_ops.quant.base import IN, OUT, Axis, LayerKind, QuantMethod, StoredTensor
+from atom.model_ops.quant.codes import e8m0_scales, round_to_fp4
 from atom.model_ops.quant.names import names_module, same_for_all
 from atom.model_ops.quant.weights import (
     INT4_ZERO,
