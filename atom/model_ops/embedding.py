@@ -15,6 +15,7 @@ from atom.model_ops.kernels.torch.sampling import largest_of_pairs, largest_pair
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import LayerKind
 from atom.model_ops.quant.storage import Cut, Part
+from atom.model_ops.rank_sums import resolve_plain_sum
 from atom.model_ops.registry import OpUnavailableError
 from atom.model_ops.stacked import PreparedMatrix
 
@@ -82,13 +83,7 @@ class VocabParallelEmbedding(VocabMatrix):
     ) -> None:
         super().__init__(vocab_size, hidden_size, context, prefix, "embedding")
         if self.group.size > 1:
-            self._all_reduce = context.ops.resolve(
-                "all_reduce",
-                context.dtype,
-                size=hidden_size,
-                num_ranks=self.group.size,
-                peer_access=self.group.peer_access,
-            )
+            self._all_reduce = resolve_plain_sum(hidden_size, context)
             self._share = self._resolve_share(context)
 
     def _resolve_share(self, context: LayerContext) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -105,6 +100,7 @@ class VocabParallelEmbedding(VocabMatrix):
         """[T] int64 -> [T, hidden]."""
         if self.group.size == 1:
             return self._lookup(input_ids)
+        assert self._all_reduce is not None
         out: torch.Tensor = self._all_reduce(self._share(input_ids), self.group)
         return out
 

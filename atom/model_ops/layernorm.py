@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.rounding import InputRounding, Rows
-from atom.model_ops.rank_sums import resolve_sum
+from atom.model_ops.quant.storage import Cut
+from atom.model_ops.rank_sums import resolve_plain_sum, resolve_sum
 from atom.model_ops.registry import OpChoice
+from atom.model_ops.weights import copy_weight
 
 # The arguments of a norm -> rows, rounded or not, and what else the norm returns.
 RoundedNorm: TypeAlias = Callable[..., tuple[Rows, torch.Tensor]]
@@ -30,6 +33,53 @@ class RMSNorm(nn.Module):
         """[..., size] -> [..., size]."""
         out: torch.Tensor = self._norm(x, self.weight, self.eps)
         return out
+
+
+class SummedRMSNorm(RMSNorm):
+    """The norm of a sum that a layer leaves to the ranks, before anything is added to it."""
+
+    def __init__(self, size: int, eps: float, context: LayerContext) -> None:
+        super().__init__(size, eps, context)
+        self._group = context.group
+        self._sum = resolve_plain_sum(size, context)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part [T, size], which may be overwritten -> [T, size], equal on all ranks."""
+        return super().forward(x if self._sum is None else self._sum(x, self._group))
+
+
+class SplitRMSNorm(RMSNorm):
+    """The norm of rows of which each rank has some columns: its heads of all.
+
+    Args:
+        share: this rank's columns; several ranks may have the same.
+    """
+
+    def __init__(self, share: Cut, eps: float, context: LayerContext) -> None:
+        super().__init__(share.size, eps, context)
+        self._share, self._group = share, context.group
+        precise = replace(context, dtype=torch.float32)
+        self._sum = resolve_plain_sum(1, precise)
+
+    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
+        """Load this rank's columns of the whole weight."""
+        share = self._share
+        if tensor.shape != (share.total,):
+            raise ValueError(
+                f"the checkpoint holds shape {list(tensor.shape)}, the model wants [{share.total}]"
+            )
+        copy_weight(self.weight, tensor[share.start : share.start + share.size])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, own columns] -> the same shape."""
+        if self._sum is None:
+            return super().forward(x)
+        rows, share = x.float(), self._share
+        squares = self._sum(rows.square().sum(-1, keepdim=True), self._group)
+        # Columns that several ranks have were counted as often.
+        mean = squares / (self._group.size * share.size)
+        normed = (rows * torch.rsqrt(mean + self.eps)).to(x.dtype)
+        return normed * self.weight
 
 
 class Reader(Protocol):
@@ -92,10 +142,16 @@ class ResidualRMSNorm(RMSNorm):
 
     Args:
         reader: of what `feed` returns, as `Sublayer` has it.
+        is_whole: whether the first one leaves the whole sum on every rank.
     """
 
     def __init__(
-        self, size: int, eps: float, context: LayerContext, reader: Reader | None = None
+        self,
+        size: int,
+        eps: float,
+        context: LayerContext,
+        reader: Reader | None = None,
+        is_whole: bool = False,
     ) -> None:
         super().__init__(size, eps, context)
         ops = context.ops
@@ -104,7 +160,7 @@ class ResidualRMSNorm(RMSNorm):
         self._rounded = _rounded_for(
             reader, "add_rms_norm_quantise", self._add_norm, context, size=size
         )
-        choice = resolve_sum(size, context)
+        choice = None if is_whole else resolve_sum(size, context)
         self._reduce_add_norm = None if choice is None else choice.function
 
     def add(

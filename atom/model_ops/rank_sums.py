@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.registry import OpChoice
 
@@ -21,6 +24,23 @@ def resolve_sum(size: int, context: LayerContext) -> OpChoice | None:
         num_ranks=group.size,
         peer_access=group.peer_access,
     )
+
+
+def resolve_plain_sum(
+    size: int, context: LayerContext
+) -> Callable[[torch.Tensor, ParallelGroup], torch.Tensor] | None:
+    """The op that sums rows of `size` over the ranks, maybe in place; None for one rank."""
+    group = context.group
+    if group.size == 1:
+        return None
+    found: Callable[[torch.Tensor, ParallelGroup], torch.Tensor] = context.ops.resolve(
+        "all_reduce",
+        context.dtype,
+        size=size,
+        num_ranks=group.size,
+        peer_access=group.peer_access,
+    )
+    return found
 
 
 class SumInput:

@@ -13,7 +13,7 @@ from atom.model_ops.layer_context import LayerContext
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 class RotaryEmbedding(nn.Module):
@@ -24,7 +24,12 @@ class RotaryEmbedding(nn.Module):
 
     The table covers the whole context that the engine serves. With "dynamic" scaling the base is
     that of the longest context served, unchanged if it is within the original one: the paper's base
-    depends on the sequence's current length, but cached keys need one rotation per position.
+    depends on the sequence's current length, but cached keys need one rotation per position. With
+    "longrope" the factors are likewise those of the longest context served: the short ones if it is
+    within the original context, the long ones otherwise, for short sequences, too.
+
+    Args:
+        rotary_dim: elements of each head that are rotated, the first; all if None.
 
     Attributes:
         cos_sin: [positions, rotary_dim] float32, cosines then sines.
@@ -44,10 +49,11 @@ class RotaryEmbedding(nn.Module):
         head_dim: int,
         context: LayerContext,
         interleaved: bool = False,
+        rotary_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.interleaved = interleaved
-        inv_freq, scaling = rope_frequencies(config, head_dim, context.max_model_len)
+        inv_freq, scaling = self._frequencies(config, rotary_dim or head_dim, context.max_model_len)
         if not bool(inv_freq.isfinite().all()):
             raise ValueError(f"rotating by {config.rope_parameters} turns infinitely fast")
         if context.device.type == "meta":
@@ -60,11 +66,28 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin", table.to(context.device), persistent=False)
         self.rope: Rope = context.ops.resolve("rope", context.dtype, head_dim=head_dim)
 
+    def _frequencies(
+        self, config: PretrainedConfig, rotary_dim: int, max_model_len: int
+    ) -> tuple[torch.Tensor, float]:
+        return rope_frequencies(config, rotary_dim, max_model_len)
+
+
+class NoRotation(RotaryEmbedding):
+    """For layers without positions: rotates by nothing, which returns what it gets."""
+
+    def _frequencies(
+        self, config: PretrainedConfig, rotary_dim: int, max_model_len: int
+    ) -> tuple[torch.Tensor, float]:
+        return torch.zeros(rotary_dim // 2), 1.0
+
 
 def rope_frequencies(
-    config: PretrainedConfig, head_dim: int, max_model_len: int
+    config: PretrainedConfig, rotary_dim: int, max_model_len: int
 ) -> tuple[torch.Tensor, float]:
-    """The inverse frequencies [rotary_dim / 2], and the factor on cos and sin."""
+    """The inverse frequencies [rotary_dim / 2], and the factor on cos and sin.
+
+    Scaled ones take the number of dimensions from the config.
+    """
     parameters = config.rope_parameters
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in SUPPORTED_ROPE_TYPES:
@@ -73,7 +96,7 @@ def rope_frequencies(
             f"{', '.join(SUPPORTED_ROPE_TYPES)}"
         )
     if rope_type == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     return _scaled_frequencies(config, rope_type, max_model_len)
 

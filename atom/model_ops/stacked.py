@@ -66,7 +66,12 @@ class StackedMatrix(nn.Module):
             raise ValueError(f"{prefix}: {error}") from error
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        """Load tensor `name` of the checkpoint's matrix `shard`; None if there is only one."""
+        """Load tensor `name` of the checkpoint's matrix `shard`; None if there is only one, or for
+        one of all matrices, which the checkpoint stacks, too.
+        """
+        if shard is None and len(self.parts) > 1 and not self.storage.is_split:
+            self._load_stacked(name, tensor)
+            return
         if shard not in self.parts:
             matrices = ", ".join(str(part) for part in self.parts if part is not None)
             raise ValueError(
@@ -81,6 +86,19 @@ class StackedMatrix(nn.Module):
             self._load_bias(self.bias, tensor, part)
         else:
             raise ValueError(f"it consists of {', '.join(self.storage.stored)}, not {name}")
+
+    def _load_stacked(self, name: str, tensor: torch.Tensor) -> None:
+        """Load the rows of each matrix of one tensor of all."""
+        total = sum(part.rows.total for part in self.parts.values())
+        if not tensor.dim() or len(tensor) != total:
+            raise ValueError(
+                f"the checkpoint holds shape {list(tensor.shape)}, the model wants {total} rows: "
+                f"those of {', '.join(str(part) for part in self.parts)}"
+            )
+        start = 0
+        for shard, part in self.parts.items():
+            self.load_weight(name, tensor[start : start + part.rows.total], shard)
+            start += part.rows.total
 
     def _load_bias(self, bias: torch.Tensor, tensor: torch.Tensor, part: Part) -> None:
         rows = part.rows

@@ -18,12 +18,14 @@ class WeightMapping:
     adopted: checkpoint module that the model may lack -> the module beside it that places its
         tensors then, by names that begin with the missing one's.
     ignored: regular expressions of checkpoint tensors that are deliberately not loaded.
+    modules: checkpoint's name of a module, anywhere in a tensor's name -> the model's.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     adopted: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SILU = ("silu", "swish")  # two names of one function
+_WITH_MLP_BIAS = ("llama", "deepseek_v2", "smollm3", "granite")
 
 
 class LlamaMLP(Sublayer):
@@ -81,14 +83,14 @@ class LlamaAttention(Sublayer):
             head_dim,
             config.num_attention_heads,
             config.num_key_value_heads,
-            config.attention_bias,
+            self.has_qkv_bias(config),
             context,
             f"{prefix}.qkv_proj",
         )
         self.o_proj = RowParallelLinear(
             config.num_attention_heads * head_dim,
             config.hidden_size,
-            config.attention_bias,
+            self.has_output_bias(config),
             context,
             f"{prefix}.o_proj",
         )
@@ -96,7 +98,7 @@ class LlamaAttention(Sublayer):
             self.qkv_proj.num_heads,
             self.qkv_proj.num_kv_heads,
             head_dim,
-            head_dim**-0.5,
+            self.scale(config),
             context,
             self.sliding_window(config, layer_id),
         )
@@ -109,6 +111,22 @@ class LlamaAttention(Sublayer):
     def input_size(config: PretrainedConfig) -> int:
         """Size of the attention's input rows."""
         return int(config.hidden_size)
+
+    @staticmethod
+    def has_qkv_bias(config: PretrainedConfig) -> bool:
+        """Whether the projections to queries, keys and values have biases."""
+        return bool(config.attention_bias)
+
+    @staticmethod
+    def has_output_bias(config: PretrainedConfig) -> bool:
+        """Whether the projection of the output has one."""
+        return bool(config.attention_bias)
+
+    @staticmethod
+    def scale(config: PretrainedConfig) -> float:
+        """The factor on products of queries and keys."""
+        scale: float = head_size(config) ** -0.5
+        return scale
 
     @staticmethod
     def sliding_window(config: PretrainedConfig, layer_id: int) -> int | None:
@@ -151,9 +169,13 @@ class LlamaDecoderLayer(nn.Module):
     """Attention and MLP with pre-norms; the residual is passed separately.
 
     What attention and MLP return is this rank's part of a sum, which the next norm completes.
+
+    Attributes:
+        is_whole: whether the layer returns the sum itself instead, the same on all ranks.
     """
 
     attention_class: ClassVar[type[Sublayer]] = LlamaAttention
+    is_whole: ClassVar[bool] = False
 
     def __init__(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
@@ -162,8 +184,10 @@ class LlamaDecoderLayer(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = self.attention_class(config, layer_id, context, f"{prefix}.self_attn")
         self.mlp = self.create_mlp(config, layer_id, context, f"{prefix}.mlp")
-        self.input_layernorm = ResidualRMSNorm(size, eps, context, self.self_attn.reader)
-        self.post_attention_layernorm = ResidualRMSNorm(size, eps, context, self.mlp.reader)
+        self.input_layernorm, self.post_attention_layernorm = (
+            ResidualRMSNorm(size, eps, context, sublayer.reader, self.is_whole)
+            for sublayer in (self.self_attn, self.mlp)
+        )
 
     def create_mlp(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
@@ -205,7 +229,12 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, decoder layers and final norm.
 
+    Args:
+        rotaries: that of each layer.
+        embedding_scale: factor on the embedding's rows.
+
     Attributes:
+        rotary: of the first layer, and of those that follow the last.
         aux_layer_ids: boundary ids of the hidden states that a forward pass returns.
     """
 
@@ -214,8 +243,9 @@ class LlamaModel(nn.Module):
         config: PretrainedConfig,
         context: LayerContext,
         layer_class: type[LlamaDecoderLayer],
-        rotary: RotaryEmbedding,
+        rotaries: Sequence[RotaryEmbedding],
         prefix: str,
+        embedding_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
@@ -226,12 +256,19 @@ class LlamaModel(nn.Module):
             for i in range(config.num_hidden_layers)
         )
         self.layers = nn.ModuleList(self._layers)
-        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, context)
-        self.rotary = rotary
+        self.norm = ResidualRMSNorm(
+            config.hidden_size, config.rms_norm_eps, context, is_whole=layer_class.is_whole
+        )
+        self.rotary = rotaries[0]
+        self.rotaries = nn.ModuleList(dict.fromkeys(rotaries))
+        self._layer_rotaries = tuple(rotaries)
+        self._embedding_scale = embedding_scale
         self.aux_layer_ids: tuple[int, ...] = ()
 
     def forward(self, model_input: ModelInput) -> ModelOutput:
         hidden = self.embed_tokens(model_input.input_ids)
+        if self._embedding_scale != 1:
+            hidden = hidden * self._embedding_scale
         residual: torch.Tensor | None = None
         boundaries: dict[int, torch.Tensor] = {}
         last = len(self._layers) - 1
@@ -241,7 +278,11 @@ class LlamaModel(nn.Module):
             if i in self.aux_layer_ids:
                 boundaries[i] = residual
             hidden, residual = layer(
-                *(hidden, residual, model_input.positions, model_input.attention, self.rotary),
+                hidden,
+                residual,
+                model_input.positions,
+                model_input.attention,
+                self._layer_rotaries[i],
                 rows if i == last else None,
             )
         assert residual is not None
@@ -261,8 +302,15 @@ class LlamaForCausalLM(CausalLM):
     def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
         super().__init__()
         self.tied = bool(config.tie_word_embeddings)
-        rotary = self.create_rotary(config, context)
-        self.model = LlamaModel(config, context, self.layer_class, rotary, f"{prefix}model")
+        rotaries = self.create_rotaries(config, context)
+        self.model = LlamaModel(
+            config,
+            context,
+            self.layer_class,
+            rotaries,
+            f"{prefix}model",
+            self.embedding_scale(config),
+        )
         self.lm_head: OutputHead
         if self.tied:
             self.lm_head = TiedLMHead(self.model.embed_tokens, context)
@@ -272,8 +320,19 @@ class LlamaForCausalLM(CausalLM):
             )
 
     def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
-        """The rotary embedding, shared by all layers."""
+        """The rotary embedding, shared by all layers that rotate."""
         return RotaryEmbedding(config, head_size(config), context)
+
+    def create_rotaries(
+        self, config: PretrainedConfig, context: LayerContext
+    ) -> Sequence[RotaryEmbedding]:
+        """The rotary embedding of each layer."""
+        return [self.create_rotary(config, context)] * config.num_hidden_layers
+
+    @staticmethod
+    def embedding_scale(config: PretrainedConfig) -> float:
+        """Factor on the embedding's rows."""
+        return 1.0
 
     @property
     def weight_mapping(self) -> WeightMapping:
@@ -317,7 +376,7 @@ class LlamaForCausalLM(CausalLM):
 
 def has_mlp_bias(config: PretrainedConfig) -> bool:
     """Whether MLPs have biases: only some families read the field that any config may state."""
-    return config.model_type in ("llama", "deepseek_v2") and bool(config.mlp_bias)
+    return config.model_type in _WITH_MLP_BIAS and bool(config.mlp_bias)
 
 
 def head_size(config: PretrainedConfig) -> int:

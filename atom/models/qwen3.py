@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
+from atom.models.windows import window_of_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,15 +27,7 @@ class Qwen3Attention(LlamaAttention):
 
     @staticmethod
     def sliding_window(config: PretrainedConfig, layer_id: int) -> int | None:
-        windowed = config.layer_types[layer_id] == "sliding_attention"
-        if not windowed or not config.use_sliding_window:
-            return None
-        if config.sliding_window is None:
-            raise ConfigError(
-                f"layer_types says that layer {layer_id} attends to a window, and there is no "
-                f"sliding_window"
-            )
-        return int(config.sliding_window)
+        return window_of_type(config, layer_id) if config.use_sliding_window else None
 
     def prepare_queries(self, q: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self.q_norm(q)

@@ -37,6 +37,17 @@ _MODELS = {
     ),
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Kimi_K25ForConditionalGeneration": _KIMI_K25,  # transformers' spelling of the same
+    "Qwen2ForCausalLM": _Model("qwen2", "Qwen2ForCausalLM", ("qwen2",)),
+    "Qwen2MoeForCausalLM": _Model("qwen2_moe", "Qwen2MoeForCausalLM", ("qwen2_moe",)),
+    "Qwen3MoeForCausalLM": _Model("qwen3_moe", "Qwen3MoeForCausalLM", ("qwen3_moe",)),
+    "MistralForCausalLM": _Model("mistral", "MistralForCausalLM", ("mistral",)),
+    "MinistralForCausalLM": _Model("mistral", "MinistralForCausalLM", ("ministral",)),
+    "MixtralForCausalLM": _Model("mixtral", "MixtralForCausalLM", ("mixtral",)),
+    "SmolLM3ForCausalLM": _Model("smollm3", "SmolLM3ForCausalLM", ("smollm3",)),
+    "Olmo2ForCausalLM": _Model("olmo2", "Olmo2ForCausalLM", ("olmo2",)),
+    "GraniteForCausalLM": _Model("granite", "GraniteForCausalLM", ("granite",)),
+    "Phi3ForCausalLM": _Model("phi3", "Phi3ForCausalLM", ("phi3",)),
+    "Glm4ForCausalLM": _Model("glm4", "Glm4ForCausalLM", ("glm4",)),
 }
 
 

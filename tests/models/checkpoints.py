@@ -23,7 +23,7 @@ from transformers import (
 
 VOCAB = 96
 
-_DENSE = {
+DENSE = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -78,22 +78,22 @@ class Checkpoint:
 
 
 def llama(folder: Path, **overrides: Any) -> Checkpoint:
-    return _write(folder, LlamaForCausalLM(LlamaConfig(**{**_DENSE, **overrides})))
+    return write_checkpoint(folder, LlamaForCausalLM(LlamaConfig(**{**DENSE, **overrides})))
 
 
 def qwen3(folder: Path, **overrides: Any) -> Checkpoint:
-    fields = {**_DENSE, "head_dim": 16, **overrides}
-    return _write(folder, Qwen3ForCausalLM(Qwen3Config(**fields)))
+    fields = {**DENSE, "head_dim": 16, **overrides}
+    return write_checkpoint(folder, Qwen3ForCausalLM(Qwen3Config(**fields)))
 
 
 def deepseek_v2(folder: Path, **overrides: Any) -> Checkpoint:
-    fields = {**_DENSE, **_MLA, **overrides}
-    return _write(folder, DeepseekV2ForCausalLM(DeepseekV2Config(**fields)))
+    fields = {**DENSE, **_MLA, **overrides}
+    return write_checkpoint(folder, DeepseekV2ForCausalLM(DeepseekV2Config(**fields)))
 
 
 def deepseek_v3(folder: Path, **overrides: Any) -> Checkpoint:
-    fields = {**_DENSE, **_MLA, "n_group": 4, "topk_group": 2, **overrides}
-    return _write(folder, DeepseekV3ForCausalLM(DeepseekV3Config(**fields)))
+    fields = {**DENSE, **_MLA, "n_group": 4, "topk_group": 2, **overrides}
+    return write_checkpoint(folder, DeepseekV3ForCausalLM(DeepseekV3Config(**fields)))
 
 
 def kimi_k2(folder: Path, **overrides: Any) -> Checkpoint:
@@ -107,7 +107,7 @@ def kimi_k25(folder: Path, **overrides: Any) -> Checkpoint:
     """As published: layers called `layers`, and a nested `kimi_k2` text config."""
     from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
-    text = {**_DENSE, **_MLA, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}
+    text = {**DENSE, **_MLA, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}
     vision = {
         "num_hidden_layers": 1,
         "hidden_size": 16,
@@ -120,7 +120,7 @@ def kimi_k25(folder: Path, **overrides: Any) -> Checkpoint:
         projection_hidden_size=64,
         tie_word_embeddings=False,
     )
-    checkpoint = _write(folder, Kimi_K25ForConditionalGeneration(config))
+    checkpoint = write_checkpoint(folder, Kimi_K25ForConditionalGeneration(config))
     file = folder / "model.safetensors"
     # transformers writes `blocks` for both networks' layers; published text networks differ.
     tensors = {
@@ -149,7 +149,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @torch.no_grad()
-def _write(folder: Path, model: PreTrainedModel) -> Checkpoint:
+def write_checkpoint(folder: Path, model: PreTrainedModel) -> Checkpoint:
     generator = torch.Generator().manual_seed(1)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" in name or "vision" in name:

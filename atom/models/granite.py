@@ -1,0 +1,85 @@
+"""Granite: Llama with factors on embedding, attention, layers' outputs and logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.layernorm import Sublayer
+from atom.model_ops.metadata import AttentionMetadata
+from atom.model_ops.quant.rounding import Rows
+from atom.model_ops.rotary import RotaryEmbedding
+from atom.models.llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaMLP,
+    has_mlp_bias,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class GraniteAttention(LlamaAttention):
+    """Its output is multiplied before it is added to the residual."""
+
+    def __init__(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> None:
+        super().__init__(config, layer_id, context, prefix)
+        self._factor: float = config.residual_multiplier
+
+    @staticmethod
+    def scale(config: PretrainedConfig) -> float:
+        return float(config.attention_multiplier)
+
+    def forward(
+        self,
+        x: Rows,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        return super().forward(x, positions, metadata, rotary).mul_(self._factor)
+
+
+class GraniteMLP(LlamaMLP):
+    """The same of its output."""
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
+        super().__init__(
+            config, config.intermediate_size, context, prefix, bias=has_mlp_bias(config)
+        )
+        self._factor: float = config.residual_multiplier
+
+    def forward(self, x: Rows) -> torch.Tensor:
+        return super().forward(x).mul_(self._factor)
+
+
+class GraniteDecoderLayer(LlamaDecoderLayer):
+    attention_class = GraniteAttention
+
+    def create_mlp(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> Sublayer:
+        return GraniteMLP(config, context, prefix)
+
+
+class GraniteForCausalLM(LlamaForCausalLM):
+    """Source of names and computation: transformers' `granite`."""
+
+    layer_class = GraniteDecoderLayer
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
+        super().__init__(config, context, prefix)
+        self._logits_scaling: float = config.logits_scaling
+
+    @staticmethod
+    def embedding_scale(config: PretrainedConfig) -> float:
+        return float(config.embedding_multiplier)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden_states) / self._logits_scaling

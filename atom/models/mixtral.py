@@ -1,0 +1,44 @@
+"""Mixtral: Mistral with a mixture of experts instead of MLPs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.layernorm import Sublayer
+from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.mistral import MistralDecoderLayer, MistralForCausalLM
+from atom.models.moe_block import SoftmaxMoE
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# As published; transformers itself has the names on the right.
+_MODULES = {
+    "block_sparse_moe": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
+
+
+class MixtralDecoderLayer(MistralDecoderLayer):
+    """The chosen experts' scores are divided by their sum."""
+
+    def create_mlp(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> Sublayer:
+        return SoftmaxMoE(
+            config, config.num_local_experts, config.intermediate_size, True, context, prefix
+        )
+
+
+class MixtralForCausalLM(MistralForCausalLM):
+    """Source of names and computation: transformers' `mixtral`."""
+
+    layer_class = MixtralDecoderLayer
+
+    @property
+    def weight_mapping(self) -> WeightMapping:
+        return replace(super().weight_mapping, modules=_MODULES)

@@ -1,0 +1,37 @@
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
+from atom.models.windows import window_of_type
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Qwen2Attention(LlamaAttention):
+    """Its biases have no field in the configuration."""
+
+    @staticmethod
+    def has_qkv_bias(config: PretrainedConfig) -> bool:
+        return True
+
+    @staticmethod
+    def has_output_bias(config: PretrainedConfig) -> bool:
+        return False
+
+    @staticmethod
+    def sliding_window(config: PretrainedConfig, layer_id: int) -> int | None:
+        return window_of_type(config, layer_id) if config.use_sliding_window else None
+
+
+class Qwen2DecoderLayer(LlamaDecoderLayer):
+    attention_class = Qwen2Attention
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    """Source of names and computation: transformers' `qwen2`."""
+
+    layer_class = Qwen2DecoderLayer

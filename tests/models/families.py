@@ -1,0 +1,92 @@
+"""Tiny random checkpoints of every family that transformers writes, and their variants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from models.checkpoints import DENSE, Checkpoint, write_checkpoint
+
+# Of configurations: a family's name is its model type; `<name>-<variant>` changes some fields.
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 8.0],
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "qwen2-windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 40},
+    ),
+    "qwen2_moe-dense": (
+        "Qwen2Moe",
+        {
+            **_EXPERTS,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+        },
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 6, "head_dim": 16}),
+    "qwen3_moe-renormalised": (
+        "Qwen3Moe",
+        {
+            **_EXPERTS,
+            "num_experts": 6,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
+    "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None}),
+    "mistral-window": ("Mistral", {"head_dim": None, "sliding_window": 9}),
+    "ministral": (
+        "Ministral",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "olmo2": ("Olmo2", {}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+        },
+    ),
+    "phi3": ("Phi3", {}),
+    "phi3-partial": (
+        "Phi3",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16},
+    ),
+    "glm4": ("Glm4", {"head_dim": 16}),
+}
+
+
+def write_family(name: str, folder: Path, **fields: Any) -> Checkpoint:
+    """A checkpoint that transformers saved, and the model that it saved."""
+    prefix, own = FAMILIES[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**DENSE, **own, **fields})
+    return write_checkpoint(folder, getattr(transformers, f"{prefix}ForCausalLM")(config))
