@@ -23,10 +23,9 @@ from atom.distributed.parallel_state import SINGLE
 from atom.distributed.place import Place
 from atom.distributed.rank_environment import RankEnvironment
 from atom.distributed.rendezvous import RankCard
-from atom.distributed.reporter import RankReporter
 from atom.distributed.stages import Stages
 from atom.distributed.store import Store, await_key, interface_of, own_address
-from atom.distributed.watch import RankWatch
+from atom.distributed.watch import RankReporter, RankWatch
 from atom.environment import set_default
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,8 @@ from atom.distributed import heartbeats, watch
 from atom.distributed.channel import ChannelError
 from atom.distributed.heartbeats import RankFailure, WatchAddress
 from atom.distributed.local_process import LocalProcess
-from atom.distributed.reporter import RankReporter
 from atom.distributed.stages import Stages
-from atom.distributed.watch import RankWatch
+from atom.distributed.watch import RankReporter, RankWatch
 
 PROGRAM = [sys.executable, str(Path(__file__).with_name("watched_process.py"))]
 QUICK = 1.0

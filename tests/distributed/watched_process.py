@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 
 from atom.distributed.heartbeats import RankFailure, WatchAddress
-from atom.distributed.reporter import RankReporter
-from atom.distributed.watch import RankWatch
+from atom.distributed.watch import RankReporter, RankWatch
 
 assert "torch" not in sys.modules, "these modules must be light"
 
