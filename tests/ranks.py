@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from atom.config import EngineConfig
 from atom.distributed.collectives import TorchCollectives
-from atom.distributed.parallel_state import SINGLE, ParallelGroup
-from atom.distributed.place import Place
+from atom.distributed.parallel_state import SINGLE, ParallelGroup, ParallelGroups
 from atom.distributed.stages import Stages
 from atom.model_engine import executor
 from atom.model_engine.processes import join
@@ -93,7 +92,7 @@ class ThreadFollower:
         """Nothing is open."""
 
     def _run(self) -> None:
-        self.place = place_of(self._ranks, self._rank, self._config, self._engine)
+        self.groups = groups_of(self._ranks, self._rank, self._config, self._engine)
         with suppress(Exception):  # the driver has its cause
             executor.follow(self._config, self)
 
@@ -110,7 +109,7 @@ class ThreadDriver:
         ranks, size = ranks or Ranks(), config.parallel.tensor_parallel_size
         self.stages = Stages()
         self.followers = [ThreadFollower(config, rank, ranks, engine) for rank in range(1, size)]
-        self.place = place_of(ranks, 0, config, engine)
+        self.groups = groups_of(ranks, 0, config, engine)
 
     lost: str | None = None
     awaited: list[str] = []  # noqa: RUF012
@@ -133,15 +132,15 @@ class ThreadDriver:
             follower.thread.join(10)
 
 
-def place_of(ranks: Ranks, rank: int, config: EngineConfig, engine: int) -> Place:
+def groups_of(ranks: Ranks, rank: int, config: EngineConfig, engine: int) -> ParallelGroups:
     size = config.parallel.tensor_parallel_size
     groups = [ranks.group(f"{name} {engine}", rank, size) for name in ("tensor", "control")]
     if not config.parallel.couples_engines:
-        return Place(*groups, local_rank=rank, num_local=size)
+        return ParallelGroups(*groups, local_rank=rank, num_local=size)
     num_engines = config.parallel.data_parallel_size
     groups.append(ranks.group("experts", engine * size + rank, num_engines * size))
     groups.append(ranks.group("engines", engine, num_engines) if rank == 0 else SINGLE)
-    return Place(*groups, local_rank=rank, num_local=size)
+    return ParallelGroups(*groups, local_rank=rank, num_local=size)
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from atom.distributed.channel import ChannelClosedError
 from atom.distributed.groups import ProcessGroups
 from atom.distributed.heartbeats import RankFailure, WatchAddress
 from atom.distributed.launch import Launched
-from atom.distributed.parallel_state import SINGLE
-from atom.distributed.place import Place
+from atom.distributed.parallel_state import SINGLE, ParallelGroups
 from atom.distributed.rank_environment import RankEnvironment
 from atom.distributed.rendezvous import RankCard
 from atom.distributed.stages import Stages
@@ -91,11 +90,11 @@ class RankDriver:
             count_steps=lambda: self._num_steps,
             stages=self.stages,
         )
-        self._groups = ProcessGroups(store, host)
+        self._process_groups = ProcessGroups(store, host)
         try:
             store.set(f"{_ORDERS}/{first}", self._publisher.address.encode().decode())
             store.set(f"{_WATCH}/{first}", self._watch.address.encode().decode())
-            self.place = _place(self._groups, environment, cards, size, device)
+            self.groups = _parallel_groups(self._process_groups, environment, cards, size, device)
             self._publisher.wait_connected(_CONNECT_SECONDS)
         except BaseException as error:
             self.close(f"{type(error).__name__}: {error}")
@@ -145,7 +144,7 @@ class RankDriver:
             self._exiting.cancel()
         if self._launched is not None:
             self._launched.close()
-        self._groups.abort(_ABORT_SECONDS if cause is None else 0)
+        self._process_groups.abort(_ABORT_SECONDS if cause is None else 0)
 
     def _describe(self, failure: RankFailure) -> str:
         words = None if self._launched is None else self._launched.last_words(failure.rank)
@@ -165,7 +164,7 @@ class RankDriver:
         self._publisher.close()
         if self._launched is not None:
             self._launched.kill()
-        self._groups.abort()
+        self._process_groups.abort()
 
     def _give_up(self, failure: RankFailure) -> None:
         if self.is_awaited and not self._is_closed:
@@ -201,7 +200,7 @@ class RankFollower:
         self.stages = Stages()
         orders = await_key(store, f"{_ORDERS}/{first.rank}", end)
         self._subscriber = Subscriber.connect(Address.decode(orders), rank)
-        self._groups = ProcessGroups(store, own_address(environment))
+        self._process_groups = ProcessGroups(store, own_address(environment))
         self._reporter = RankReporter(
             WatchAddress.decode(await_key(store, f"{_WATCH}/{first.rank}", end)),
             rank,
@@ -210,7 +209,7 @@ class RankFollower:
             count_steps=lambda: self._num_steps,
             stages=self.stages,
         )
-        self.place = _place(self._groups, environment, cards, size, device)
+        self.groups = _parallel_groups(self._process_groups, environment, cards, size, device)
 
     def receive(self) -> bytes | None:
         """What rank 0 published next; None when it has ended as it should.
@@ -237,7 +236,7 @@ class RankFollower:
     def close(self) -> None:
         self._reporter.close()
         self._subscriber.close()
-        self._groups.abort()
+        self._process_groups.abort()
         if self._exiting is not None:
             self._exiting.cancel()
 
@@ -249,7 +248,7 @@ class RankFollower:
         self._has_ended = True
         if failure is not None:
             self._subscriber.close()
-            self._groups.abort()
+            self._process_groups.abort()
 
 
 def _after(seconds: float, action: Callable[[], None]) -> threading.Timer:
@@ -277,29 +276,29 @@ def _set_up_nccl(address: str) -> None:
     set_default("TORCH_FR_BUFFER_SIZE", "0")
 
 
-def _place(
-    groups: ProcessGroups,
+def _parallel_groups(
+    handles: ProcessGroups,
     environment: RankEnvironment,
     cards: Sequence[RankCard],
     size: int,
     device: torch.device,
-) -> Place:
+) -> ParallelGroups:
     rank, world_size = environment.rank, environment.world_size
     engine, number = divmod(rank, size)
     if device.type == "cuda":
         _set_up_nccl(own_address(environment))
-    tensor = groups.of_device_tensors(f"tensor/{engine}", number, size, device)
-    control = groups.of_host_tensors(f"control/{engine}", number, size)
-    experts = engines = SINGLE
+    tp = handles.of_device_tensors(f"tensor/{engine}", number, size, device)
+    tp_cpu = handles.of_host_tensors(f"control/{engine}", number, size)
+    ep = dp_cpu = SINGLE
     if world_size > size:
-        experts = groups.of_device_tensors("experts", rank, world_size, device)
+        ep = handles.of_device_tensors("experts", rank, world_size, device)
         if number == 0:
-            engines = groups.of_host_tensors("engines", engine, world_size // size)
-    return Place(
-        tensor=tensor,
-        control=control,
-        experts=experts,
-        engines=engines,
+            dp_cpu = handles.of_host_tensors("engines", engine, world_size // size)
+    return ParallelGroups(
+        tp=tp,
+        tp_cpu=tp_cpu,
+        ep=ep,
+        dp_cpu=dp_cpu,
         local_rank=environment.local_rank,
         num_local=sum(card.machine == cards[rank].machine for card in cards),
     )

@@ -1,4 +1,6 @@
-"""The group of ranks that share a layer. Every parallel layer is built with one."""
+"""Groups of ranks: the one that shares a layer, with which every parallel layer is built, and all
+groups that one rank is in.
+"""
 
 from __future__ import annotations
 
@@ -103,3 +105,46 @@ class ParallelGroup:
 
 
 SINGLE = ParallelGroup()
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """Which rank of its engine this is, and how it reaches the others.
+
+    Attributes:
+        tp: the ranks that share every layer (tensor parallel), for tensors on the device.
+        tp_cpu: the same ranks, for integers on the host.
+        ep: the ranks of all engines that share the experts; of size 1 unless engines do.
+        dp_cpu: the first ranks of these engines (data parallel), for integers on the host.
+        local_rank: among the ranks of this machine; the index of its device.
+        num_local: ranks of this machine, which share its processors and memory.
+    """
+
+    tp: ParallelGroup = SINGLE
+    tp_cpu: ParallelGroup = SINGLE
+    ep: ParallelGroup = SINGLE
+    dp_cpu: ParallelGroup = SINGLE
+    local_rank: int = 0
+    num_local: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank schedules and samples."""
+        return self.tp.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank takes part in a step."""
+        return self.tp.size == 1 and not self.is_coupled
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether each step is one of several engines."""
+        return self.ep.size > 1
+
+
+ALONE = ParallelGroups()
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

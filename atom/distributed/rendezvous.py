@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from atom.distributed.place import name_ranks
+from atom.distributed.parallel_state import name_ranks
 from atom.distributed.store import Store, await_key
 from atom.options import ConfigError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from atom.distributed.place import Place
+from atom.distributed.parallel_state import ParallelGroups
 from atom.environment import omp_num_threads
 from atom.model_ops.kernels.native.build import native_build
 from atom.parallel_options import ParallelOptions
@@ -108,13 +108,13 @@ def waited_seconds() -> float:
 
 
 def take_threads(
-    options: ParallelOptions, place: Place, platform: Platform
+    options: ParallelOptions, groups: ParallelGroups, platform: Platform
 ) -> AdaptedThreads | None:
     """Set the number of CPU threads; None if it stays."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    elif place.num_local > 1:
-        torch.set_num_threads(max(default_num_threads() // place.num_local, 1))
+    elif groups.num_local > 1:
+        torch.set_num_threads(max(default_num_threads() // groups.num_local, 1))
     elif not platform.is_gpu:
         processors = default_num_threads()
         most = min(processors, omp_num_threads() or processors)

@@ -12,7 +12,7 @@ import msgspec
 
 from atom.batch import LaunchedStep, Lookahead, RankStep, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
-from atom.distributed.place import Place
+from atom.distributed.parallel_state import ParallelGroups
 from atom.distributed.stages import Stages
 from atom.messages import EngineDeadError, EngineLimits
 from atom.model_engine.processes.causes import is_users
@@ -64,14 +64,14 @@ class Driver(Protocol):
     """The first rank's connection to the others.
 
     Attributes:
-        place: the first rank's.
+        groups: the first rank's.
         lost: why another rank was lost; None if none was.
         is_awaited: whether the program waits for a step, or for the engine to be built. If that is
             still so long after a rank was lost, the process ends.
         stages: of the first rank's start.
     """
 
-    place: Place
+    groups: ParallelGroups
     is_awaited: bool
     stages: Stages
 
@@ -100,11 +100,11 @@ class Follower(Protocol):
     """Another rank's connection to the first.
 
     Attributes:
-        place: this rank's.
+        groups: this rank's.
         stages: of this rank's start.
     """
 
-    place: Place
+    groups: ParallelGroups
     stages: Stages
 
     def receive(self) -> bytes | None:
@@ -146,7 +146,7 @@ class RanksExecutor:
             if failure is not None:
                 raise EngineDeadError(failure) from error
             raise
-        self._lockstep = Lockstep(driver.place.engines, self._worker.drafts_share_experts)
+        self._lockstep = Lockstep(driver.groups.dp_cpu, self._worker.drafts_share_experts)
         self.limits = self._worker.limits
         self.eos_token_ids = self._worker.eos_token_ids
         self.lookahead = self._worker.lookahead
@@ -155,9 +155,9 @@ class RanksExecutor:
         driver.is_awaited = False
 
     def _start(self, config: EngineConfig, source: ModelSource | None) -> Worker:
-        place, stages = self._driver.place, self._driver.stages
+        groups, stages = self._driver.groups, self._driver.stages
         with said_what_is_awaited(stages, lambda: [*self._driver.awaited, *list_builds()]):
-            return Worker(config, place, publish=self._publish, source=source, stages=stages)
+            return Worker(config, groups, publish=self._publish, source=source, stages=stages)
 
     @property
     def grammars(self) -> GrammarCache:
@@ -284,6 +284,6 @@ def follow(config: EngineConfig, follower: Follower) -> None:
 
 def _start_other(config: EngineConfig, follower: Follower) -> Worker:
     """The first rank of a machine says what is built there."""
-    stages, is_first_here = follower.stages, follower.place.local_rank == 0
+    stages, is_first_here = follower.stages, follower.groups.local_rank == 0
     with said_what_is_awaited(stages, list_builds) if is_first_here else nullcontext():
-        return Worker(config, follower.place, stages=stages)
+        return Worker(config, follower.groups, stages=stages)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from torch import nn
 
 from atom.config import ConfigError, EngineConfig
-from atom.distributed.parallel_state import SINGLE, ParallelGroup
-from atom.distributed.place import Place
+from atom.distributed.parallel_state import SINGLE, ParallelGroup, ParallelGroups
 from atom.model_ops.moe import FusedMoE
 from atom.platform import Platform
 
 
-def expert_ranks(config: EngineConfig, place: Place, layer_ranks: ParallelGroup) -> ParallelGroup:
+def expert_ranks(
+    config: EngineConfig, groups: ParallelGroups, layer_ranks: ParallelGroup
+) -> ParallelGroup:
     """The ranks that hold whole experts; of size 1 if `layer_ranks` split experts like layers."""
     if not config.parallel.enable_expert_parallel:
         return SINGLE
-    return place.experts if place.is_coupled else layer_ranks
+    return groups.ep if groups.is_coupled else layer_ranks
 
 
 def has_spread_experts(model: nn.Module | None) -> bool:
@@ -24,7 +25,7 @@ def has_spread_experts(model: nn.Module | None) -> bool:
 
 
 def check_experts(
-    config: EngineConfig, place: Place, platform: Platform, name: str, model: nn.Module
+    config: EngineConfig, groups: ParallelGroups, platform: Platform, name: str, model: nn.Module
 ) -> None:
     """Refuse expert parallelism that cannot be honoured.
 
@@ -41,7 +42,7 @@ def check_experts(
         raise ConfigError(
             f"enable_expert_parallel has no effect on {name}, which has no experts; leave it out"
         )
-    if place.is_coupled and platform.is_gpu and not config.graphs.enforce_eager:
+    if groups.is_coupled and platform.is_gpu and not config.graphs.enforce_eager:
         raise ConfigError(
             f"enable_expert_parallel with data_parallel_size={parallel.data_parallel_size} cannot "
             f"capture graphs, since the host counts the rows that ranks exchange; add "

@@ -48,7 +48,7 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
 
     graph_bytes = runner.steps.estimate_graph_bytes
     budget = kv_cache_budget(
-        rank.config.cache, rank.platform, profile, graph_bytes, rank.place.num_local
+        rank.config.cache, rank.platform, profile, graph_bytes, rank.groups.num_local
     )
     plan = plan_kv_cache(
         budget,
@@ -58,12 +58,12 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
         scheduler.max_num_seqs * block_size * -(-rank.context.max_model_len // block_size),
         num_spare_blocks(rank.context.device),
     )
-    num_blocks = min(own for (own,) in rank.place.control.exchange([plan.num_blocks]))
+    num_blocks = min(own for (own,) in rank.groups.tp_cpu.exchange([plan.num_blocks]))
     if rank.config.cache.kv_cache_memory is not None:
         # By now all ranks have loaded their weights.
-        check_room(num_blocks * plan.block_bytes, rank.platform, rank.place.num_local)
+        check_room(num_blocks * plan.block_bytes, rank.platform, rank.groups.num_local)
     allocate_pools(rank, builders, parts, num_blocks)
-    if rank.place.is_first:
+    if rank.groups.is_first:
         _log_limits(rank, plan.block_bytes)
     return num_blocks
 
@@ -102,7 +102,7 @@ def allocate_pools(
     for model in parts.models:
         bind_kv_caches(model, builders)
     # Which has chosen ops by the size of the pool.
-    check_same_ops(rank.place, rank.context.ops)
+    check_same_ops(rank.groups, rank.context.ops)
 
 
 def _log_limits(rank: Rank, block_bytes: int) -> None:
@@ -132,7 +132,7 @@ def _run_largest_steps(rank: Rank, parts: RankParts) -> None:
     context_len, most = rank.context.max_model_len, parts.drafter.max_drafts
     try:
         for batch in largest_steps(rank.config, context_len, most, rank.vocab_size):
-            if rank.place.is_first:
+            if rank.groups.is_first:
                 runner.launch(batch).collect()
             else:
                 runner.follow(RankStep.of(batch, drafter.max_drafts))

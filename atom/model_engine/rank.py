@@ -9,7 +9,7 @@ import torch
 
 from atom.config import EngineConfig
 from atom.distributed.ordered import in_order
-from atom.distributed.place import Place
+from atom.distributed.parallel_state import ParallelGroups
 from atom.environment import keep_kernels
 from atom.kv_cache.base import storage_dtype
 from atom.model_engine.context_len import resolve_max_model_len
@@ -33,7 +33,7 @@ class Rank:
     """One rank of an engine.
 
     Attributes:
-        place: among the others.
+        groups: with the others.
         platform: that it runs on.
         source: the model.
         context: what its layers are built with: the device, the model's dtype, the longest context.
@@ -42,7 +42,7 @@ class Rank:
     """
 
     config: EngineConfig
-    place: Place
+    groups: ParallelGroups
     platform: Platform
     source: ModelSource
     context: LayerContext
@@ -51,29 +51,29 @@ class Rank:
 
     @classmethod
     def create(
-        cls, config: EngineConfig, place: Place, platform: Platform, source: ModelSource
+        cls, config: EngineConfig, groups: ParallelGroups, platform: Platform, source: ModelSource
     ) -> Rank:
         """Raises:
         ConfigError: for a longer context than the model allows.
         """
-        context = _create_context(config, place, platform, source)
+        context = _create_context(config, groups, platform, source)
         storage = storage_dtype(config.cache, context)
-        return cls(config, place, platform, source, context, storage, _overlaps(config, platform))
+        return cls(config, groups, platform, source, context, storage, _overlaps(config, platform))
 
     @property
     def vocab_size(self) -> int:
         return int(self.source.hf_config.get_text_config().vocab_size)
 
 
-def take_device(config: EngineConfig, place: Place) -> Platform:
+def take_device(config: EngineConfig, groups: ParallelGroups) -> Platform:
     """The platform to run on; on a GPU, this rank's device becomes the current one, its threads
     are bound to the processors beside it, and kernels that are compiled from now on are kept.
     """
     platform = select_platform(config.device)
     if platform.is_gpu:
         keep_kernels()
-        torch.cuda.set_device(place.local_rank)
-        bind_to_gpu(place.local_rank, pci_address(place.local_rank))
+        torch.cuda.set_device(groups.local_rank)
+        bind_to_gpu(groups.local_rank, pci_address(groups.local_rank))
     return platform
 
 
@@ -90,11 +90,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _create_context(
-    config: EngineConfig, place: Place, platform: Platform, source: ModelSource
+    config: EngineConfig, groups: ParallelGroups, platform: Platform, source: ModelSource
 ) -> LayerContext:
     # Of ranks on several machines this one sees only some.
-    is_local = place.num_local >= place.tensor.size
-    ranks = replace(place.tensor, peer_access=is_local)
+    is_local = groups.num_local >= groups.tp.size
+    ranks = replace(groups.tp, peer_access=is_local)
     if config.sums_in_order:
         ranks = in_order(ranks)
     text_config = source.hf_config.get_text_config()
@@ -106,8 +106,8 @@ def _create_context(
         batch_invariant=config.batch_invariant,
     )
     # With its index: another thread's current device is the first one.
-    device = torch.device("cuda", place.local_rank) if platform.is_gpu else context.device
-    return replace(context, device=device, experts=expert_ranks(config, place, ranks))
+    device = torch.device("cuda", groups.local_rank) if platform.is_gpu else context.device
+    return replace(context, device=device, experts=expert_ranks(config, groups, ranks))
 
 
 def _overlaps(config: EngineConfig, platform: Platform) -> bool:

@@ -79,14 +79,14 @@ def join_parts(
     Raises:
         ConfigError: when an option cannot be honoured with them.
     """
-    grammars = create_grammars(rank.config.model, rank.source) if rank.place.is_first else None
+    grammars = create_grammars(rank.config.model, rank.source) if rank.groups.is_first else None
     recorder = create_recorder(rank.platform) if graphs is None and _records(rank) else None
     drafter = create_drafter(
         rank.config.speculative,
         proposer,
         captured=() if graphs is None else graphs.query_lens,
         # Other ranks must know the number of drafts before the step, and so must the next step.
-        waiting_is_free=not rank.platform.is_gpu and rank.place.is_alone and not rank.overlaps,
+        waiting_is_free=not rank.platform.is_gpu and rank.groups.is_alone and not rank.overlaps,
         is_ahead=rank.overlaps,
         recorder=recorder,
     )
@@ -101,7 +101,7 @@ def _load_models(
 
     def agree() -> None:
         stages.begin("waiting for the other ranks")
-        check_same_ops(rank.place, context.ops)
+        check_same_ops(rank.groups, context.ops)
 
     def checked() -> None:
         # Ranks that differ are told before they load for minutes.
@@ -111,7 +111,7 @@ def _load_models(
     stages.begin("reading the checkpoint")
     create = partial(create_model, source.hf_config)
     model = build_model(create, source, context, config.model, checked)
-    check_experts(config, rank.place, rank.platform, source.name, model)
+    check_experts(config, rank.groups, rank.platform, source.name, model)
     proposer = create_proposer(config, model, source, context)
     # Ranks load at their own speed. Whoever failed is noticed here: the first collective on a GPU
     # would wait for it for ever.
@@ -125,4 +125,4 @@ def _records(rank: Rank) -> bool:
     step.
     """
     eager = rank.config.graphs.enforce_eager
-    return rank.place.is_alone and not rank.overlaps and not eager
+    return rank.groups.is_alone and not rank.overlaps and not eager

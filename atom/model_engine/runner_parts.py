@@ -53,8 +53,8 @@ def _create_sampler(rank: Rank, parts: RankParts, rows: SamplingRows, ops: Sampl
         rank.vocab_size,
         rank.context.device,
         ops,
-        rank.place.tensor,
-        others_wait=not rank.place.is_alone,
+        rank.groups.tp,
+        others_wait=not rank.groups.is_alone,
         synthetic=None if length is None else SyntheticAcceptance(length),
         choose_greedily=_greedy_choice(rank, parts),
         ragged_most=_ragged_most(parts),
@@ -69,7 +69,7 @@ def _create_carried(rank: Rank, parts: RankParts) -> CarriedRows | None:
         parts.drafter.max_drafts,
         rank.context.device,
         rank.context.ops,
-        rank.place.tensor,
+        rank.groups.tp,
     )
 
 
@@ -117,7 +117,7 @@ def _create_steps(
 
 def _greedy_choice(rank: Rank, parts: RankParts) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """How ranks find the tokens of greedy rows together; None on a rank that has all logits."""
-    return None if rank.place.tensor.size == 1 else parts.model.output_head.choose_greedily
+    return None if rank.groups.tp.size == 1 else parts.model.output_head.choose_greedily
 
 
 def _ragged_most(parts: RankParts) -> int:

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from atom.config import ConfigError
-from atom.distributed.parallel_state import ParallelGroup
-from atom.distributed.place import Place, name_ranks
+from atom.distributed.parallel_state import ParallelGroup, ParallelGroups, name_ranks
 from atom.model_ops.op_report import OpLine
 from atom.model_ops.registry import OpTable
 
@@ -22,7 +21,7 @@ _MOST_DIFFERENCES = 3
 _lines: msgspec.json.Decoder[list[OpLine]] = msgspec.json.Decoder(list[OpLine])
 
 
-def check_same_ops(place: Place, ops: OpTable) -> None:
+def check_same_ops(groups: ParallelGroups, ops: OpTable) -> None:
     """Compare the choices made so far with the other ranks'; all call it at the same point.
 
     An op that some rank does not have, or has with other sizes, is not compared: the first rank
@@ -34,10 +33,10 @@ def check_same_ops(place: Place, ops: OpTable) -> None:
     """
     lines = ops.lines()
     # Engines that share experts have ranks of their own behind the first.
-    first = place.experts.rank - place.tensor.rank if place.is_coupled else 0
-    _compare(place.control, lines, first)
-    if place.is_first:
-        _compare(place.engines, lines, step=place.tensor.size)
+    first = groups.ep.rank - groups.tp.rank if groups.is_coupled else 0
+    _compare(groups.tp_cpu, lines, first)
+    if groups.is_first:
+        _compare(groups.dp_cpu, lines, step=groups.tp.size)
 
 
 def _compare(

@@ -68,7 +68,7 @@ def log_start(
     seconds: that the start took.
     """
     source, platform, ops = rank.source, rank.platform, rank.context.ops
-    num_ranks = rank.place.tensor.size
+    num_ranks = rank.groups.tp.size
     logger.info("ops:\n%s", ops.describe())
     if platform.kind == "cpu" and (reason := native_build().reason) is not None:
         logger.warning(

@@ -42,13 +42,13 @@ def warm_up(rank: Rank, parts: RankParts, runner: ModelRunner, num_blocks: int) 
     count = 0
     try:
         for steps in warm_ups(limits):
-            if rank.place.is_first:
+            if rank.groups.is_first:
                 run(own, steps.batches, depth=2 if rank.overlaps else 1)
             else:
                 for batch in steps.batches:
                     num_drafts = drafter.begin(batch.num_drafting).made
                     own.follow(RankStep.of(batch, num_drafts, steps.kind))
-            _forget(own, steps, is_first=rank.place.is_first)
+            _forget(own, steps, is_first=rank.groups.is_first)
             count += len(steps.batches)
     except (torch.OutOfMemoryError, SamplingFailedError) as failed:
         error = failed.cause if isinstance(failed, SamplingFailedError) else failed

@@ -8,7 +8,7 @@ from functools import partial
 
 from atom.batch import LaunchedStep, RankStep, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
-from atom.distributed.place import ALONE, Place
+from atom.distributed.parallel_state import ALONE, ParallelGroups
 from atom.distributed.stages import Stages
 from atom.messages import EngineLimits
 from atom.model_engine.cpu_threads import take_threads
@@ -39,7 +39,7 @@ class Worker:
         drafts_share_experts: whether the draft model has experts on other ranks.
 
     Args:
-        place: this rank's.
+        groups: this rank's.
         proposer_factory: creates the proposer; None for the configured one.
         publish: tells the other ranks what to do in this step, once this rank's inputs are built;
             returns what this rank does.
@@ -53,7 +53,7 @@ class Worker:
     def __init__(
         self,
         config: EngineConfig,
-        place: Place = ALONE,
+        groups: ParallelGroups = ALONE,
         *,
         proposer_factory: ProposerFactory | None = None,
         publish: Callable[[RankStep], RankStep] | None = None,
@@ -62,11 +62,11 @@ class Worker:
     ) -> None:
         started = time.perf_counter()
         stages = stages or Stages()
-        platform = take_device(config, place)
+        platform = take_device(config, groups)
         self._is_gpu = platform.is_gpu
-        self._threads = take_threads(config.parallel, place, platform)
+        self._threads = take_threads(config.parallel, groups, platform)
         source = source or resolve_model(config.model)
-        rank = Rank.create(config, place, platform, source)
+        rank = Rank.create(config, groups, platform, source)
         self.parts = build_parts(rank, proposer_factory or create_proposer, stages)
         self._runner = create_runner(rank, self.parts, publish)
         stages.begin("measuring memory for the KV cache")
@@ -88,7 +88,7 @@ class Worker:
         self.drafts_share_experts = has_spread_experts(self.parts.proposer.draft_model)
         # When the last step ended.
         self._ended = started
-        if place.is_first:
+        if groups.is_first:
             log_start(rank, self.parts.models, self.limits, time.perf_counter() - started)
 
     @property

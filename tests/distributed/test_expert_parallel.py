@@ -30,8 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
 from atom.config import ConfigError
-from atom.distributed.parallel_state import ParallelGroup
-from atom.distributed.place import Place
+from atom.distributed.parallel_state import ParallelGroup, ParallelGroups
 from atom.messages import EngineDeadError
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.expert_ranks import check_experts
@@ -245,15 +244,15 @@ def test_a_model_without_experts_is_refused(
     llama = write_target("llama", tmp_path, byte_level_tokenizer)
     config = coupled_config(llama, 1, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="which has no experts"):
-        Worker(config, Place(ParallelGroup(0, 2)))
+        Worker(config, ParallelGroups(ParallelGroup(0, 2)))
 
 
 def test_graphs_of_engines_that_share_experts_are_refused(folder: Path) -> None:
     config, gpu = coupled_config(folder, 2), Platform("cuda", "sm90", True)
-    place = Place(experts=ParallelGroup(0, 2))
-    context = replace(LayerContext.create(torch.float32, 8), experts=place.experts)
+    groups = ParallelGroups(ep=ParallelGroup(0, 2))
+    context = replace(LayerContext.create(torch.float32, 8), experts=groups.ep)
     experts = FusedMoE(4, 2, 8, 8, context, "experts")
     with pytest.raises(ConfigError, match="add --enforce-eager"):
-        check_experts(config, place, gpu, "it", experts)
-    check_experts(coupled_config(folder, 2, enforce_eager=True), place, gpu, "it", experts)
-    check_experts(config, Place(ParallelGroup(0, 2)), gpu, "it", experts)
+        check_experts(config, groups, gpu, "it", experts)
+    check_experts(coupled_config(folder, 2, enforce_eager=True), groups, gpu, "it", experts)
+    check_experts(config, ParallelGroups(ParallelGroup(0, 2)), gpu, "it", experts)

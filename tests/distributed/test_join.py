@@ -69,15 +69,15 @@ def pair(
 
 def test_the_first_rank_tells_and_all_compute(pair: tuple[RankDriver, RankFollower]) -> None:
     driver, follower = pair
-    assert [each.place.tensor.rank for each in pair] == [0, 1]
-    assert [each.place.local_rank for each in pair] == [0, 1]
-    assert [each.place.num_local for each in pair] == [2, 2]
+    assert [each.groups.tp.rank for each in pair] == [0, 1]
+    assert [each.groups.local_rank for each in pair] == [0, 1]
+    assert [each.groups.num_local for each in pair] == [2, 2]
     driver.publish(b"do this")
     assert follower.receive() == b"do this"
-    sums = run_threads(2, lambda rank: pair[rank].place.tensor.all_reduce(torch.ones(2) + rank))
+    sums = run_threads(2, lambda rank: pair[rank].groups.tp.all_reduce(torch.ones(2) + rank))
     assert [each.tolist() for each in sums] == [[3.0, 3.0]] * 2
     assert (
-        run_threads(2, lambda rank: pair[rank].place.control.exchange([rank])) == [[[0], [1]]] * 2
+        run_threads(2, lambda rank: pair[rank].groups.tp_cpu.exchange([rank])) == [[[0], [1]]] * 2
     )
     assert driver.failure() is None
     driver.close()
@@ -176,7 +176,7 @@ def test_nothing_waits_for_communicators(
     monkeypatch.setattr(connection, "_ABORT_SECONDS", 0.1)
     stuck = Stuck()
     for each in pair:
-        each._groups._handles.insert(0, stuck)
+        each._process_groups._handles.insert(0, stuck)
     pair[0].close()
     assert pair[1].receive() is None
     pair[1].close()
@@ -315,10 +315,10 @@ def test_engines_that_share_experts(tiny_llama_dir: Path, monkeypatch: pytest.Mo
         return join_as_driver(own)
 
     drivers = run_threads(2, enter)
-    places = [driver.place for driver in drivers]
-    assert [(place.experts.rank, place.experts.size) for place in places] == [(0, 2), (1, 2)]
-    assert [(place.tensor.rank, place.tensor.size) for place in places] == [(0, 1), (0, 1)]
-    assert run_threads(2, lambda e: places[e].engines.exchange([e])) == [[[0], [1]]] * 2
+    every = [driver.groups for driver in drivers]
+    assert [(groups.ep.rank, groups.ep.size) for groups in every] == [(0, 2), (1, 2)]
+    assert [(groups.tp.rank, groups.tp.size) for groups in every] == [(0, 1), (0, 1)]
+    assert run_threads(2, lambda e: every[e].dp_cpu.exchange([e])) == [[[0], [1]]] * 2
     for driver in drivers:
         driver.publish(b"nobody follows")
         driver.close()

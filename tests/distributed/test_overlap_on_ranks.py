@@ -227,7 +227,7 @@ def test_ranks_warm_up_together(checkpoints: Checkpoints, monkeypatch: pytest.Mo
     def then_warm_up(rank: Any, parts: Any, runner: ModelRunner) -> int:
         num_blocks = allocate(rank, parts, runner)
         warm_up(rank, parts, runner, num_blocks)
-        warmed.append(rank.place.is_first)
+        warmed.append(rank.groups.is_first)
         return num_blocks
 
     monkeypatch.setattr(worker, "allocate_kv_cache", then_warm_up)

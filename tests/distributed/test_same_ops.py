@@ -15,15 +15,14 @@ import pytest
 import ranks as rank_threads
 import torch
 from patience import wait_until
-from ranks import Ranks, engines_of_threads, place_of, run_threads
+from ranks import Ranks, engines_of_threads, groups_of, run_threads
 from spec_decode.engines import create_engine, write_target
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
 from atom.config import ConfigError
 from atom.distributed import launch
-from atom.distributed.parallel_state import SINGLE, ParallelGroup
-from atom.distributed.place import Place
+from atom.distributed.parallel_state import SINGLE, ParallelGroup, ParallelGroups
 from atom.environment import environment_with
 from atom.model_engine.same_ops import check_same_ops
 from atom.model_ops import registry
@@ -52,7 +51,7 @@ def refusals(tables: Sequence[OpTable]) -> list[str | None]:
         group = ranks.group("control", rank, len(tables))
         try:
             check_same_ops(
-                Place(tensor=replace(group, collectives=None), control=group), tables[rank]
+                ParallelGroups(tp=replace(group, collectives=None), tp_cpu=group), tables[rank]
             )
         except ConfigError as error:
             return str(error)
@@ -90,9 +89,9 @@ def test_engines_that_share_experts_are_compared() -> None:
         engine, number = divmod(rank, 2)
         control = ranks.group(f"control {engine}", number, 2)
         engines = ranks.group("engines", engine, 2) if number == 0 else SINGLE
-        place = Place(tensor=ParallelGroup(number, 2), control=control, engines=engines)
+        groups = ParallelGroups(tp=ParallelGroup(number, 2), tp_cpu=control, dp_cpu=engines)
         try:
-            check_same_ops(place, table(*([AITER] if engine else [])))
+            check_same_ops(groups, table(*([AITER] if engine else [])))
         except ConfigError as error:
             return str(error)
         return None
@@ -109,13 +108,13 @@ def test_ranks_of_a_later_engine_have_their_own_numbers() -> None:
 
     def check(rank: int) -> str | None:
         engine, number = divmod(rank, 2)
-        place = Place(
-            tensor=ParallelGroup(number, 2),
-            control=ranks.group(f"control {engine}", number, 2),
-            experts=ParallelGroup(rank, 4),
+        groups = ParallelGroups(
+            tp=ParallelGroup(number, 2),
+            tp_cpu=ranks.group(f"control {engine}", number, 2),
+            ep=ParallelGroup(rank, 4),
         )
         try:
-            check_same_ops(place, table(*([] if rank == 3 else [AITER])))
+            check_same_ops(groups, table(*([] if rank == 3 else [AITER])))
         except ConfigError as error:
             return str(error)
         return None
@@ -159,12 +158,12 @@ def test_no_collective_of_a_device_precedes(
     def override(asked: str) -> str | None:
         return "torch" if asked == op and threading.current_thread() is not main else None
 
-    def place(*args: Any) -> Place:
-        made = place_of(*args)
-        return replace(made, tensor=replace(made.tensor, collectives=Silent()))
+    def silent_groups(*args: Any) -> ParallelGroups:
+        made = groups_of(*args)
+        return replace(made, tp=replace(made.tp, collectives=Silent()))
 
     monkeypatch.setattr(registry, "op_override", override)
-    monkeypatch.setattr(rank_threads, "place_of", place)
+    monkeypatch.setattr(rank_threads, "groups_of", silent_groups)
     others = [each for each in OPS[op] if each.name != "native"]
     monkeypatch.setitem(OPS, op, (Implementation("native", always, object), *others))
     with engines_of_threads(), pytest.raises(ConfigError) as error:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from atom.config import EngineConfig, ModelOptions, ParallelOptions
-from atom.distributed.place import ALONE
+from atom.distributed.parallel_state import ALONE
 from atom.model_engine import cpu_threads
 from atom.model_engine.cpu_threads import AdaptedThreads, ThreadChoice, take_threads, waited_seconds
 from atom.model_engine.worker import Worker

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
 
-from atom.distributed.place import ALONE
+from atom.distributed.parallel_state import ALONE
 from atom.model_engine import rank
 from atom.model_engine.arg_utils import engine_config
 from atom.platform import cpu_platform

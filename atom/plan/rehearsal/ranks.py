@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from atom.config import EngineConfig
-from atom.distributed.parallel_state import ParallelGroup
-from atom.distributed.place import Place
+from atom.distributed.parallel_state import ParallelGroup, ParallelGroups
 from atom.kv_cache.base import KVCacheBuilder
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
@@ -93,12 +92,12 @@ class BuiltRank:
         OpUnavailableError: when no kernel runs, or not the one demanded.
         """
         config, source = setting.config, setting.source
-        rank = Rank.create(config, _place(setting, number), setting.platform, source)
+        rank = Rank.create(config, _groups(setting, number), setting.platform, source)
         table = OpTable(setting.platform, setting.registry, config.batch_invariant)
         rank = replace(rank, context=replace(rank.context, ops=table, device=META))
         create = partial(create_model, source.hf_config)
         model = build_model(create, source, rank.context, config.model)
-        check_experts(config, rank.place, setting.platform, source.name, model)
+        check_experts(config, rank.groups, setting.platform, source.name, model)
         proposer = create_proposer(config, model, source, rank.context)
         model.set_aux_layer_ids(proposer.aux_layer_ids)
         graphs = None
@@ -114,14 +113,14 @@ class BuiltRank:
         return [cache, *self.parts.proposer.kv_cache_builders]
 
 
-def _place(setting: Setting, number: int) -> Place:
+def _groups(setting: Setting, number: int) -> ParallelGroups:
     parallel = setting.config.parallel
     size = parallel.tensor_parallel_size
     if size == 1:
-        return Place()
+        return ParallelGroups()
     local = -(-size // parallel.nnodes)
-    return Place(
-        tensor=ParallelGroup(number, size, _Collectives(setting.meter)),
+    return ParallelGroups(
+        tp=ParallelGroup(number, size, _Collectives(setting.meter)),
         local_rank=number % local,
         num_local=local,
     )

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from atom.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
-from atom.distributed.parallel_state import SINGLE
-from atom.distributed.place import ALONE
+from atom.distributed.parallel_state import ALONE, SINGLE
 from atom.kv_cache.base import (
     KVCacheBuilder,
     KVCacheMemoryError,
