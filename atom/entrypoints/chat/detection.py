@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from atom.entrypoints.parsing.tool_parsers import TOOL_PARSERS
 from atom.entrypoints.server_options import ServerOptions
 
 logger = logging.getLogger(__name__)
@@ -27,44 +28,13 @@ class Found:
     reason: str
 
 
-# The first rule that holds decides: what is more particular comes before what it contains.
-TOOL_RULES = (
-    Rule("kimi_k2", ("<|tool_call_begin|>", "<|tool_call_argument_begin|>")),
-    Rule("kimi_k2", ("<|tool_calls_section_begin|>",)),
-    Rule("kimi_k3", ("<|open|>", "<|sep|>", "argument")),
-    Rule("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
-    Rule("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
-    Rule("gpt_oss", ("<|channel|>commentary", "functions.")),
-    Rule("mistral_named", ("[TOOL_CALLS]", "[ARGS]")),
-    Rule("mistral", ("[TOOL_CALLS]",)),
-    Rule("qwen3_coder", ("<function=", "<parameter=")),
-    Rule("minimax_m2", ("<minimax:tool_call>", "<invoke name=")),
-    Rule("glm47", ("<arg_key>", "</arg_key><arg_value>")),
-    Rule("glm45", ("<arg_key>", "<arg_value>")),
-    Rule("pythonic", ("<|python_start|>",)),
-    Rule("pythonic", ("<function_calls>", "tool_calls")),
-    Rule("pythonic", ("func_name1(params_name1=params_value1",)),
-    Rule("hermes", ("<tool_call>", "</tool_call>")),
-    Rule("llama3_json", ("<|start_header_id|>", '"parameters"')),
+TOOL_RULES = tuple(
+    Rule(name, texts) for name, format in TOOL_PARSERS.items() for texts in format.template_texts
 )
-# Families with one format, where the template says nothing of it.
 TOOL_ARCHITECTURES = {
-    "deepseek_v3": "deepseek_v3",
-    "glm4_moe": "glm45",
-    "gpt_oss": "gpt_oss",
-    "kimi_k2": "kimi_k2",
-    "kimi_k25": "kimi_k2",
-    "kimi_k3": "kimi_k3",
-    "llama4": "pythonic",
-    "minimax_m2": "minimax_m2",
-    "mistral": "mistral",
-    "mistral3": "mistral",
-    "olmo3": "pythonic",
-    "qwen2": "hermes",
-    "qwen3": "hermes",
-    "qwen3_moe": "hermes",
-    "qwen3_next": "qwen3_coder",
+    model_type: name for name, format in TOOL_PARSERS.items() for model_type in format.model_types
 }
+# The first rule that holds decides: what is more particular comes before what it contains.
 REASONING_RULES = (
     Rule("gpt_oss", ("<|channel|>", "analysis")),
     Rule("kimi_k3", ("<|open|>", "<|sep|>", "think")),

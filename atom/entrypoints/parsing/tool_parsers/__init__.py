@@ -17,21 +17,22 @@ from atom.entrypoints.parsing.tool_parsers.mistral import Mistral, MistralNamed
 from atom.entrypoints.parsing.tool_parsers.pythonic import Pythonic
 from atom.entrypoints.parsing.tool_parsers.qwen3_coder import Qwen3Coder
 
+# In the order in which templates are searched for what each writes: the more particular first.
 TOOL_PARSERS: dict[str, type[ToolFormat]] = {
-    "deepseek_v3": DeepseekV3,
-    "deepseek_v31": DeepseekV31,
-    "glm45": Glm45,
-    "glm47": Glm47,
-    "gpt_oss": GptOss,
-    "hermes": Hermes,
     "kimi_k2": KimiK2,
     "kimi_k3": KimiK3,
-    "llama3_json": Llama3Json,
-    "minimax_m2": MiniMaxM2,
-    "mistral": Mistral,
+    "deepseek_v3": DeepseekV3,
+    "deepseek_v31": DeepseekV31,
+    "gpt_oss": GptOss,
     "mistral_named": MistralNamed,
-    "pythonic": Pythonic,
+    "mistral": Mistral,
     "qwen3_coder": Qwen3Coder,
+    "minimax_m2": MiniMaxM2,
+    "glm47": Glm47,
+    "glm45": Glm45,
+    "pythonic": Pythonic,
+    "hermes": Hermes,
+    "llama3_json": Llama3Json,
 }
 
 # What forced calls are written in where a model's own format is not known.

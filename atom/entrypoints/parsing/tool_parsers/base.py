@@ -29,6 +29,9 @@ class ToolFormat(ABC):
         call_end: markers that end a call; within a string of its arguments they do so only
             where a marker or nothing follows, and no other marker does.
         short_ids: the template takes ids of nine letters and digits alone.
+        template_texts: a chat template that holds all texts of one of these is of a model that
+            writes this format.
+        model_types: of `config.json`, whose models write it where the template says nothing.
         own: `markers`, to look for.
         all: `markers` and those of the reasoning format.
         tools: those that the request declared; empty when it did not say.
@@ -40,6 +43,8 @@ class ToolFormat(ABC):
     grammar: ClassVar[CallGrammar]
     call_end: ClassVar[frozenset[str]] = frozenset()
     short_ids: ClassVar[bool] = False
+    template_texts: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    model_types: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, foreign: tuple[str, ...], tools: Tools) -> None:
         self.own = _markers(self.markers)

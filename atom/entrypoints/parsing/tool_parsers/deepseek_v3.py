@@ -32,6 +32,8 @@ def _call(name: str, arguments: Format) -> Format:
 
 
 class DeepseekV3(SectionFormat):
+    template_texts = (("<｜tool▁call▁begin｜>", "```json"),)
+    model_types = ("deepseek_v3",)
     grammar = CallGrammar(_call, separator="\n", section=SECTION, forbidden=("<｜tool",))
     markers = _MARKERS
     opening = frozenset({_MARKERS[0], CALL_BEGIN})

@@ -22,6 +22,7 @@ def _call(name: str, arguments: Format) -> Format:
 
 
 class DeepseekV31(SectionFormat):
+    template_texts = (("<｜tool▁call▁begin｜>",),)
     grammar = CallGrammar(_call, separator="", section=SECTION, forbidden=("<｜tool",))
     markers = (*SECTION, CALL_BEGIN, SEPARATOR, CALL_END)
     opening = frozenset({SECTION[0], CALL_BEGIN})

@@ -6,6 +6,7 @@ Source: the checkpoints' chat templates. Values of strings are plain text, other
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Markers, Steps, TextStream
@@ -48,6 +49,8 @@ def glm_call(line: str) -> Callable[[str, Format], Format]:
 
 
 class Glm45(ToolFormat):
+    template_texts = (("<arg_key>", "<arg_value>"),)
+    model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
     grammar = CallGrammar(glm_call("\n"), separator="\n", section=None, takes_json=False)
     markers = (OPEN, CLOSE)
     opening = frozenset({OPEN})

@@ -10,4 +10,6 @@ from atom.entrypoints.parsing.tool_parsers.glm45 import Glm45, glm_call
 
 
 class Glm47(Glm45):
+    template_texts = (("<arg_key>", "</arg_key><arg_value>"),)
+    model_types = ()
     grammar = CallGrammar(glm_call(""), separator="", section=None, takes_json=False)

@@ -54,6 +54,8 @@ class GptOss(ToolFormat):
     reasons: the analysis channel is reasoning, and content otherwise.
     """
 
+    template_texts = (("<|channel|>commentary", "functions."),)
+    model_types = ("gpt_oss",)
     grammar = CallGrammar(
         _call, separator="", section=None, head=THINKS, text=final(_FREE), max_calls=1
     )

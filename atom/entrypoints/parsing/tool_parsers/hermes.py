@@ -23,6 +23,8 @@ def _call(name: str, arguments: Format) -> Format:
 
 
 class Hermes(ToolFormat):
+    template_texts = (("<tool_call>", "</tool_call>"),)
+    model_types = ("qwen2", "qwen3", "qwen3_moe")
     grammar = CallGrammar(_call, separator="\n", section=None)
     markers = (OPEN, CLOSE)
     opening = frozenset({OPEN})

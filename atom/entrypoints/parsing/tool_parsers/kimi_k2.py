@@ -42,6 +42,11 @@ def _call(name: str, arguments: Format) -> Format:
 class KimiK2(SectionFormat):
     """Ids are the model's own and arguments its exact text: history must read as it wrote it."""
 
+    template_texts = (
+        ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        ("<|tool_calls_section_begin|>",),
+    )
+    model_types = ("kimi_k2", "kimi_k25")
     grammar = CallGrammar(
         _call,
         separator="",

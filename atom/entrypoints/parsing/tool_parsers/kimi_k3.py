@@ -81,6 +81,8 @@ def in_response(content: Format) -> Format:
 
 
 class KimiK3(ToolFormat):
+    template_texts = (("<|open|>", "<|sep|>", "argument"),)
+    model_types = ("kimi_k3",)
     grammar = CallGrammar(
         _call,
         separator="",

@@ -30,6 +30,7 @@ def _call(name: str, arguments: Format) -> Format:
 
 
 class Llama3Json(ToolFormat):
+    template_texts = (("<|start_header_id|>", '"parameters"'),)
     grammar = CallGrammar(_call, separator="; ", section=None, text=_BRACELESS)
     markers = (PYTHON_TAG,)
     opening = frozenset({PYTHON_TAG})

@@ -29,6 +29,8 @@ def _call(name: str, arguments: Format) -> Format:
 
 
 class MiniMaxM2(FunctionTags):
+    template_texts = (("<minimax:tool_call>", "<invoke name="),)
+    model_types = ("minimax_m2",)
     grammar = CallGrammar(
         _call, separator="", section=SECTION, head=literal("\n"), takes_json=False
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import ClassVar
 
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Steps, TextStream
@@ -30,6 +31,8 @@ def _named(name: str, arguments: Format) -> Format:
 
 
 class Mistral(ToolFormat):
+    template_texts: ClassVar[tuple[tuple[str, ...], ...]] = (("[TOOL_CALLS]",),)
+    model_types: ClassVar[tuple[str, ...]] = ("mistral", "mistral3")
     grammar = CallGrammar(
         _listed,
         separator=", ",
@@ -70,6 +73,8 @@ class Mistral(ToolFormat):
 class MistralNamed(Mistral):
     """The newer spelling; both are read alike."""
 
+    template_texts = (("[TOOL_CALLS]", "[ARGS]"),)
+    model_types = ()
     grammar = CallGrammar(_named, separator="", section=None, text=_TEXT)
 
 

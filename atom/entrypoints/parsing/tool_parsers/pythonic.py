@@ -76,6 +76,12 @@ def _keywords(name: str, arguments: Format) -> Format:
 
 
 class Pythonic(ToolFormat):
+    template_texts = (
+        ("<|python_start|>",),
+        ("<function_calls>", "tool_calls"),
+        ("func_name1(params_name1=params_value1",),
+    )
+    model_types = ("llama4", "olmo3")
     grammar = CallGrammar(
         _call,
         separator=", ",

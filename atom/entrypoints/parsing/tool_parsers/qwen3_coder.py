@@ -37,6 +37,8 @@ def _call(name: str, arguments: Format) -> Format:
 class Qwen3Coder(FunctionTags):
     """Models sometimes leave `<tool_call>` out."""
 
+    template_texts = (("<function=", "<parameter="),)
+    model_types = ("qwen3_next",)
     grammar = CallGrammar(_call, separator="\n", section=None, takes_json=False)
     markers = (OPEN, CLOSE, FUNCTION, FUNCTION_END)
     opening = frozenset({OPEN, FUNCTION})
