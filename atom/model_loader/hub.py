@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from atom.config import ConfigError, ModelOptions
+from atom.model_loader.gguf.split import split_paths
 
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 # Duplicates of the weights in other formats or layouts.
@@ -31,6 +33,33 @@ def download(model: str, options: ModelOptions) -> Path:
     if options.load_format != "dummy":
         patterns.append("*.safetensors")
     return _download(model, options, options.revision, patterns)
+
+
+def download_gguf(model: str, wanted: str, options: ModelOptions) -> Path:
+    """The GGUF file of a hub repository whose name ends in `wanted`, such as `Q4_K_M`, or that lies
+    in a folder of this name; the first, if the model is split.
+
+    Raises:
+        ConfigError: as `download`, and when there is none or several.
+    """
+    patterns = [
+        pattern
+        for name in dict.fromkeys((wanted, wanted.upper(), wanted.lower()))
+        for pattern in (f"*{name}.gguf", f"*{name}-*-of-*.gguf", f"*{name}/*.gguf")
+    ]
+    folder = _download(model, options, options.revision, patterns)
+    found = dict.fromkeys(
+        split_paths(path)[0]
+        for path in sorted(folder.rglob("*.gguf"))
+        if any(fnmatchcase(str(path.relative_to(folder)), pattern) for pattern in patterns)
+        and "mmproj" not in path.name
+    )
+    if not found:
+        raise ConfigError(f"{model} has no GGUF file whose name ends in {wanted}")
+    if len(found) > 1:
+        names = ", ".join(str(path.relative_to(folder)) for path in found)
+        raise ConfigError(f"{model} has several GGUF files for {wanted}: {names}")
+    return next(iter(found))
 
 
 def download_tokenizer(model: str, options: ModelOptions) -> Path:

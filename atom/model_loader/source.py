@@ -15,7 +15,8 @@ from atom.model_loader.checkpoint import has_weights, stored_dtype
 from atom.model_loader.end_tokens import end_token_ids
 from atom.model_loader.generation_config import sampling_defaults
 from atom.model_loader.gguf.cache import recall, remember
-from atom.model_loader.hub import download, looks_like_path
+from atom.model_loader.gguf.split import split_paths
+from atom.model_loader.hub import download, download_gguf, looks_like_path
 from atom.model_loader.quantization import choose_quantization, config_levels
 from atom.model_loader.read_files import check_folder
 from atom.model_loader.tied import untie_different_head
@@ -118,7 +119,8 @@ def _locate(model: str, options: ModelOptions) -> Path:
         raise ConfigError(f"{model} is a file; expected a folder, a .gguf file or a hub id")
     if looks_like_path(model):
         raise ConfigError(f"there is no folder or .gguf file {model}")
-    return download(model, options)
+    repository, colon, wanted = model.partition(":")
+    return download_gguf(repository, wanted, options) if colon else download(model, options)
 
 
 def _gguf_file(location: Path, options: ModelOptions) -> Path | None:
@@ -132,7 +134,7 @@ def _gguf_file(location: Path, options: ModelOptions) -> Path | None:
     if is_hugging_face and (wanted == "dummy" or (wanted != "gguf" and has_weights(location))):
         return None
     found = sorted(location.glob("*.gguf"))
-    if wanted != "safetensors" and len(found) == 1:
+    if wanted != "safetensors" and found and set(found) <= set(split_paths(found[0])):
         return found[0]
     if wanted != "safetensors" and found:
         names = ", ".join(path.name for path in found)
@@ -144,7 +146,10 @@ def _what_is_missing(location: Path, wanted: str, is_hugging_face: bool) -> str:
     if wanted == "gguf":
         return f"load_format is gguf, but {location} holds no .gguf file"
     if not is_hugging_face:
-        return f"{location} holds no config.json, so it is no Hugging Face model folder"
+        return (
+            f"{location} holds no config.json, so it is no Hugging Face model folder; if it is a "
+            f"hub repository of GGUF files, name one of them, like OWNER/NAME:Q4_K_M"
+        )
     pickled = any([*location.glob("*.bin"), *location.glob("*.pt"), *location.glob("*.pth")])
     if pickled:
         return (

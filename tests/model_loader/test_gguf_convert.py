@@ -217,13 +217,13 @@ def test_large_checkpoints_are_sharded(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"llama.expert_count": 8}, "expert_count"),
+        ({"llama.expert_group_count": 8}, "expert_group_count"),
         ({"llama.attention.sliding_window": 4096}, "sliding_window"),
         ({"llama.logit_scale": 0.5}, "logit_scale"),
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
         ({"llama.rope.dimension_count": 8}, "8 rotated"),
-        ({"split.count": 3}, "one of 3 parts"),
-        ({"general.architecture": "qwen2"}, "'qwen2' is not supported; supported are llama, qwen3"),
+        ({"split.count": 3}, "one of 3 files, which should be called NAME-00001-of-00003.gguf"),
+        ({"general.architecture": "bloom"}, "'bloom' is not supported; supported are llama, qwen2"),
     ],
 )
 def test_what_is_not_supported_is_named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from quantised.packing import logits
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.gguf.blocks import read_part
-from atom.model_loader.gguf.config import head_dim
+from atom.model_loader.gguf.config import config_dict
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.gguf.kept import choose_kept
@@ -116,8 +117,8 @@ def test_types_without_a_format_become_numbers(write_tiny: WriteTiny) -> None:
         if kind := next((k for part, k in kinds.items() if part in name), None):
             stored = GGMLQuantizationType[kind]
             num_bytes = tensor.num_elements // 32 * GGML_QUANT_SIZES[stored][1]
-            file.tensors[name] = type(tensor)(name, tensor.shape, stored, tensor.offset, num_bytes)
-    found = choose_kept(plan_tensors(file, head_dim(file)))
+            file.tensors[name] = replace(tensor, kind=stored, num_bytes=num_bytes)
+    found = choose_kept(plan_tensors(file, config_dict(file, torch.float32)))
     assert found.dequantised == {"of type Q5_0": 2}
     assert found.types["model.layers.0.self_attn.q_proj"] == "Q4_0"
     assert found.types["model.layers.0.self_attn.v_proj"] == "Q8_0"

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader import source as source_module
 from atom.model_loader.errors import WeightError
+from atom.model_loader.hub import download_gguf
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 
@@ -274,6 +275,26 @@ def test_hub_ids_from_the_local_cache(hub_cache: Path) -> None:
     assert hub_cache in source.path.parents
     options = ModelOptions(model="someone/tiny", tokenizer="someone/tiny")
     assert load_tokenizer(source, options).eos_token_id == 2
+
+
+def test_a_gguf_file_of_a_hub_repository(hub_cache: Path) -> None:
+    (folder,) = (hub_cache / "models--someone--tiny" / "snapshots").iterdir()
+    for name in ("tiny-Q4_K.gguf", "tiny-Q4_K_M.gguf", "mmproj-tiny-Q8_0.gguf"):
+        (folder / name).touch()
+    (folder / "Q8_0").mkdir()
+    for number in (1, 2):
+        (folder / "Q8_0" / f"tiny-Q8_0-0000{number}-of-00002.gguf").touch()
+    options = ModelOptions()
+    for wanted in ("Q4_K", "q4_k", "Q4_K_M"):
+        found = download_gguf("someone/tiny", wanted, options)
+        assert found.name == f"tiny-{wanted.upper()}.gguf"
+    found = download_gguf("someone/tiny", "Q8_0", options)
+    assert found.name == "tiny-Q8_0-00001-of-00002.gguf"
+    with pytest.raises(ConfigError, match="tiny has no GGUF file whose name ends in Q2_K"):
+        resolve_model(ModelOptions("someone/tiny:Q2_K"))
+    (folder / "other-Q4_K.gguf").touch()
+    with pytest.raises(ConfigError, match=r"several GGUF files for Q4_K: other-Q4_K\.gguf, tiny-"):
+        resolve_model(ModelOptions("someone/tiny:Q4_K"))
 
 
 @pytest.mark.usefixtures("hub_cache")

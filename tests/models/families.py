@@ -18,6 +18,8 @@ _LONGROPE = {
     "long_factor": [2.0, 3.0, 8.0],
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen2": ("Qwen2", {}),
     "qwen2-windows": (
         "Qwen2",

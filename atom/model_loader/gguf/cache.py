@@ -13,29 +13,33 @@ import logging
 import os
 import shutil
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
+
+from atom.model_loader.gguf.split import split_paths
 
 logger = logging.getLogger(__name__)
 
 # Part of each folder's name; increase it when the conversion changes.
-CONVERTER_VERSION = 3
+CONVERTER_VERSION = 4
 _HASHED_BYTES = 1 << 20
 # Locks on the folders that this process uses; the kernel lets go of them when it ends.
 _in_use: dict[Path, int] = {}
 
 
-def content_key(path: Path, cache: Path) -> str:
-    """A name for the file's content, whatever the file is called and wherever it lies.
+def content_key(paths: Sequence[Path], cache: Path) -> str:
+    """A name for the files' content, whatever they are called and wherever they lie.
 
     All of it is read, once for each file: `cache` remembers the key of a place, size and time.
     """
-    known = cache / f".{_identity(path)}.key"
+    known = cache / f".{_identity(paths)}.key"
     if known.is_file():
         return known.read_text()
     content = hashlib.sha256()
-    with path.open("rb") as handle:
-        while piece := handle.read(_HASHED_BYTES):
-            content.update(piece)
+    for path in paths:
+        with path.open("rb") as handle:
+            while piece := handle.read(_HASHED_BYTES):
+                content.update(piece)
     key = content.hexdigest()[:16]
     _write(known, key)
     return key
@@ -62,12 +66,16 @@ def recall(path: Path, wishes: str, cache: Path) -> tuple[Path, str] | None:
 
 
 def _note(path: Path, wishes: str, cache: Path) -> Path:
-    return cache / f".{_identity(path, f'v{CONVERTER_VERSION} {wishes}')}.folder"
+    paths = [part for part in split_paths(path) if part.is_file()]
+    return cache / f".{_identity(paths, f'v{CONVERTER_VERSION} {wishes}')}.folder"
 
 
-def _identity(path: Path, more: str = "") -> str:
-    status = path.stat()
-    identity = f"{path.resolve()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {more}"
+def _identity(paths: Sequence[Path], more: str = "") -> str:
+    identity = ""
+    for path in paths:
+        status = path.stat()
+        identity += f"{path.resolve()} {status.st_ino} {status.st_size} {status.st_mtime_ns} "
+    identity += more
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf.constants import GGMLQuantizationType
 
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.gguf.architectures import ARCHITECTURES, Architecture, architecture_of
 from atom.model_loader.gguf.file import GGUFFile
-from atom.model_loader.gguf.tensors import ARCHITECTURES
 from atom.models.config_check import check_config
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _DEFAULT_ROPE_THETA = 10000.0
 
 _KNOWN_KEYS = {
@@ -38,6 +38,7 @@ _KNOWN_KEYS = {
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
+    "rope.scaling.attn_factor",
     "vocab_size",
     "tensor_data_layout",
 }
@@ -56,7 +57,7 @@ def check_architecture(file: GGUFFile) -> None:
     """Refuse unsupported files.
 
     Raises:
-        ConfigError: for the architecture, a split file, or unknown keys.
+        ConfigError: for the architecture, or unknown keys.
     """
     architecture = file.architecture
     if architecture not in ARCHITECTURES:
@@ -64,26 +65,22 @@ def check_architecture(file: GGUFFile) -> None:
             f"{file.path}: GGUF architecture {architecture!r} is not supported; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    parts = file.metadata.get("split.count", int, 1)
-    if parts > 1:
-        raise ConfigError(
-            f"{file.path} is one of {parts} parts; merge them with llama-gguf-split --merge"
-        )
     prefix = f"{architecture}."
-    own = [k.removeprefix(prefix) for k in file.metadata if k.startswith(prefix)]
-    refused = [k for k in own if k not in _KNOWN_KEYS | _ZERO_KEYS]
-    refused += [k for k in own if k in _ZERO_KEYS and file.metadata.get(prefix + k, int, 0)]
+    known = _KNOWN_KEYS | {key for key, _ in architecture_of(file).fields.values()}
+    keys = [k.removeprefix(prefix) for k in file.metadata if k.startswith(prefix)]
+    unknown = [k for k in keys if k not in known]
+    refused = [k for k in unknown if k not in _ZERO_KEYS or file.metadata.get(prefix + k, int, 0)]
     if refused:
         raise ConfigError(
             f"{file.path}: {architecture} with {name_some(refused)} is not supported in GGUF files"
         )
 
 
-def head_dim(file: GGUFFile) -> int:
-    """Elements of one attention head.
+def head_sizes(file: GGUFFile) -> tuple[int, int]:
+    """Elements of one attention head, and of those that are rotated.
 
     Raises:
-        ConfigError: when keys, values and rotary dimensions differ in size.
+        ConfigError: when keys and values, or rotary dimensions, differ in size.
     """
     own = f"{file.architecture}."
     metadata = file.metadata
@@ -93,12 +90,14 @@ def head_dim(file: GGUFFile) -> int:
     key = metadata.get(own + "attention.key_length", int, even)
     value = metadata.get(own + "attention.value_length", int, even)
     rotated = metadata.get(own + "rope.dimension_count", int, key)
+    if architecture_of(file).is_partial and key == value and 0 < rotated <= key:
+        return key, rotated
     if not key == value == rotated:
         raise ConfigError(
             f"{file.path}: heads with {key} elements of keys, {value} of values and {rotated} "
             f"rotated are not supported; the three must be equal"
         )
-    return key
+    return key, rotated
 
 
 def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
@@ -110,15 +109,18 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
     """
     check_architecture(file)
     metadata, own = file.metadata, f"{file.architecture}."
+    architecture = architecture_of(file)
+    has_bias = "blk.0.attn_q.bias" in file.tensors
     heads = metadata.require(own + "attention.head_count", int)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise WeightError(f"{file.path} lacks the tensor token_embd.weight")
     config = {
-        "architectures": [_CLASSES[file.architecture]],
-        "model_type": file.architecture,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "head_dim": head_dim(file),
+        "architectures": [architecture.model_class],
+        "model_type": architecture.model_type,
+        "attention_bias": has_bias,
+        "qkv_bias": has_bias,
+        "head_dim": head_sizes(file)[0],
         "hidden_act": "silu",
         "hidden_size": metadata.require(own + "embedding_length", int),
         "intermediate_size": metadata.require(own + "feed_forward_length", int),
@@ -131,6 +133,8 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "dtype": str(dtype).removeprefix("torch."),
         **_token_ids(file, ("bos", "eos", "pad")),
+        **architecture.constants,
+        **_fields(file, architecture),
     }
     if "blk.0.ffn_gate.bias" in file.tensors:
         config["mlp_bias"] = True
@@ -139,6 +143,19 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
     config["rope_parameters"] = _rope_parameters(file, config)
     check_config(config, str(file.path))
     return config
+
+
+def _fields(file: GGUFFile, architecture: Architecture) -> dict[str, Any]:
+    """What the architecture has besides. A window of 0 is none."""
+    prefix = f"{file.architecture}."
+    found = {
+        name: file.metadata.get(prefix + key, kind)
+        for name, (key, kind) in architecture.fields.items()
+        if prefix + key in file.metadata
+    }
+    if found.get("sliding_window") == 0:
+        found["sliding_window"] = None
+    return found
 
 
 def _check_tensors(file: GGUFFile, config: dict[str, Any]) -> None:
@@ -178,11 +195,19 @@ def _token_ids(file: GGUFFile, names: tuple[str, ...]) -> dict[str, int]:
 
 
 def _rope_parameters(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """With the part of each head that is rotated, where it is not all."""
+    size, rotated = head_sizes(file)
+    partial = {} if rotated == size else {"partial_rotary_factor": rotated / size}
+    return {**_scaling(file, config), **partial}
+
+
+def _scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     metadata, own = file.metadata, f"{file.architecture}.rope."
     theta = metadata.get(own + "freq_base", float, _DEFAULT_ROPE_THETA)
-    factors = file.tensors.get("rope_freqs.weight")
-    if factors is not None:
+    if "rope_freqs.weight" in file.tensors:
         return _llama3_parameters(file, theta, config["head_dim"])
+    if "rope_factors_long.weight" in file.tensors:
+        return _longrope_parameters(file, theta, config)
     kind = metadata.get(own + "scaling.type", str, "none")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
@@ -205,10 +230,7 @@ def _rope_parameters(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
 
 def _llama3_parameters(file: GGUFFile, theta: float, size: int) -> dict[str, Any]:
     """Llama 3.1's RoPE scaling, which GGUF files store as a divisor of each frequency."""
-    tensor = file.tensors["rope_freqs.weight"]
-    with file.path.open("rb") as handle:
-        handle.seek(tensor.offset)
-        stored = np.fromfile(handle, "<f4", tensor.num_bytes // 4)
+    stored = _float_values(file, "rope_freqs.weight")
     scaling = {"factor": float(stored.max()), **_LLAMA3_SCALING}
     expected = _llama3_divisors(theta, size, scaling)
     if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
@@ -216,6 +238,36 @@ def _llama3_parameters(file: GGUFFile, theta: float, size: int) -> dict[str, Any
             f"{file.path}: the frequency factors of rope_freqs.weight are not Llama 3.1's scaling"
         )
     return {"rope_type": "llama3", "rope_theta": theta, **scaling}
+
+
+def _longrope_parameters(file: GGUFFile, theta: float, config: dict[str, Any]) -> dict[str, Any]:
+    """Phi-3's: a divisor of each frequency within the original context, and one beyond it."""
+    own = f"{file.architecture}.rope.scaling."
+    original = file.metadata.require(own + "original_context_length", int)
+    config["original_max_position_embeddings"] = original
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "short_factor": _float_values(file, "rope_factors_short.weight").tolist(),
+        "long_factor": _float_values(file, "rope_factors_long.weight").tolist(),
+        "original_max_position_embeddings": original,
+    }
+    factor = file.metadata.get(own + "attn_factor", float)
+    return parameters if factor is None else {**parameters, "attention_factor": factor}
+
+
+def _float_values(file: GGUFFile, name: str) -> np.ndarray:
+    """A float32 tensor.
+
+    Raises:
+        WeightError: when there is none.
+    """
+    tensor = file.tensors.get(name)
+    if tensor is None or tensor.kind != GGMLQuantizationType.F32:
+        raise WeightError(f"{file.path} lacks the float32 tensor {name}")
+    with tensor.path.open("rb") as handle:
+        handle.seek(tensor.offset)
+        return np.fromfile(handle, "<f4", tensor.num_bytes // 4)
 
 
 def _llama3_divisors(theta: float, size: int, scaling: dict[str, float]) -> np.ndarray:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from filelock import FileLock
@@ -29,7 +28,6 @@ from atom.model_loader.gguf.config import (
     check_architecture,
     config_dict,
     generation_config_dict,
-    head_dim,
 )
 from atom.model_loader.gguf.file import GGUFFile
 from atom.model_loader.gguf.kept import KeptBlocks, choose_kept
@@ -71,7 +69,7 @@ def converted_folder(
     cache = cache_dir() / "gguf"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        key = content_key(file.path, cache)
+        key = content_key(file.paths, cache)
         folder = cache / f"{key}-v{CONVERTER_VERSION}-{dtype_name}{suffix}"
         use(folder)
         if folder.is_dir():
@@ -140,7 +138,7 @@ def _write_folder(
     file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, keeps_blocks: bool, folder: Path
 ) -> None:
     config = config_dict(file, dtype)
-    tensors = plan_tensors(file, head_dim(file))
+    tensors = plan_tensors(file, config)
     kept = choose_kept(tensors) if keeps_blocks else KeptBlocks({}, {})
     if kept.types:
         config["quantization_config"] = config_of(kept.types, kept.dequantised)
@@ -166,7 +164,7 @@ class _Written:
     """A tensor of the folder, and how it is read."""
 
     spec: TensorSpec
-    read: Callable[[BinaryIO], Iterator[torch.Tensor]]
+    read: Callable[[], Iterator[torch.Tensor]]
 
 
 def _written(tensor: ConvertedTensor, kept: KeptBlocks, dtype: torch.dtype) -> Iterator[_Written]:
@@ -188,7 +186,6 @@ def _write_weights(file: GGUFFile, written: Sequence[_Written], folder: Path) ->
     specs = [each.spec for each in written]
     with (
         one_torch_thread(),
-        file.path.open("rb") as handle,
         tqdm(
             total=sum(spec.num_bytes for spec in specs),
             unit="B",
@@ -199,7 +196,7 @@ def _write_weights(file: GGUFFile, written: Sequence[_Written], folder: Path) ->
     ):
 
         def read(spec: TensorSpec) -> Iterator[torch.Tensor]:
-            for piece in by_name[spec.name].read(handle):
+            for piece in by_name[spec.name].read():
                 yield piece
                 bar.update(piece.nbytes)
 

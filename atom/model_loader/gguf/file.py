@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -17,7 +17,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from atom.config import ConfigError
-from atom.model_loader.errors import WeightError
+from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.gguf.split import split_paths
 from atom.models.config_file import check_regular
 
 _MAGIC = b"GGUF"
@@ -53,9 +54,11 @@ class GGUFTensor:
     """Attributes:
     shape: outermost dimension first.
     kind: storage type of the elements.
+    path: of the file that holds it.
     offset: of the first byte, from the start of the file.
     """
 
+    path: Path
     name: str
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
@@ -131,11 +134,21 @@ class Metadata:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The header of a GGUF file."""
+    """The header of a GGUF file.
+
+    Attributes:
+        path: of the first file, if there are several.
+        tensors: of all files.
+    """
 
     path: Path
     metadata: Metadata
     tensors: dict[str, GGUFTensor]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files."""
+        return split_paths(self.path)
 
     @property
     def architecture(self) -> str:
@@ -143,12 +156,33 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read a GGUF file's header and check that every tensor lies within the file.
+    """Read a GGUF file's header and check that every tensor lies within the file; the headers of
+    all files, if the model is split.
 
     Raises:
-        ConfigError: for an unsupported GGUF version, byte order or tensor type.
+        ConfigError: for an unsupported GGUF version, byte order or tensor type, or a missing file.
         WeightError: when the file is not a GGUF file, truncated or damaged.
     """
+    paths = split_paths(path)
+    missing = [part.name for part in paths if not part.is_file()]
+    if len(paths) > 1 and missing:
+        raise ConfigError(f"{path} is one of {len(paths)} files; missing: {name_some(missing)}")
+    first, *others = (_read_header(part) for part in paths)
+    stated = first.metadata.get("split.count", int, 1)
+    if stated > 1 and stated != len(paths):
+        raise ConfigError(
+            f"{path} is one of {stated} files, which should be called "
+            f"NAME-00001-of-{stated:05}.gguf and so on"
+        )
+    tensors = dict(first.tensors)
+    for other in others:
+        if twice := tensors.keys() & other.tensors.keys():
+            raise WeightError(f"{other.path} holds {name_some(sorted(twice))} once more")
+        tensors |= other.tensors
+    return replace(first, tensors=tensors)
+
+
+def _read_header(path: Path) -> GGUFFile:
     check_regular(path)
     with path.open("rb") as handle:
         if handle.read(len(_MAGIC)) != _MAGIC:
@@ -277,7 +311,7 @@ class _HeaderReader:
         if not shape or 0 in shape or shape[-1] % block:
             raise self.damaged(f"tensor {name} of shape {list(shape)} is no {kind.name} tensor")
         num_bytes = int(np.prod([int(n) for n in shape], dtype=object)) // block * block_bytes
-        tensor = GGUFTensor(name, shape, kind, start + offset, num_bytes)
+        tensor = GGUFTensor(self.path, name, shape, kind, start + offset, num_bytes)
         if tensor.offset + tensor.num_bytes > len(self.data):
             raise self.damaged(
                 f"tensor {name} ends at byte {tensor.offset + tensor.num_bytes}, the file at "

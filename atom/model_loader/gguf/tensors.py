@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import BinaryIO
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from gguf.quants import dequantize
 
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.gguf.architectures import Architecture, architecture_of
 from atom.model_loader.gguf.blocks import read_part
 from atom.model_loader.gguf.file import GGUFFile, GGUFTensor
 from atom.model_ops.finite import check_finite
@@ -34,24 +35,8 @@ _OUTER_NAMES = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_QK_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_LAYER_NAMES_BY_ARCHITECTURE = {"llama": _LAYER_NAMES, "qwen3": _LAYER_NAMES | _QK_NORM_NAMES}
-
-ARCHITECTURES = tuple(_LAYER_NAMES_BY_ARCHITECTURE)
-
-# Llama 3.1's RoPE factors, which become part of the configuration.
-_NOT_WEIGHTS = {"rope_freqs.weight"}
+# Factors of frequencies, which become part of the configuration.
+_NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 
 @dataclass(frozen=True)
@@ -67,24 +52,30 @@ class ConvertedTensor:
     interleaved_head_dim: int | None
 
 
-def plan_tensors(file: GGUFFile, head_dim: int) -> list[ConvertedTensor]:
+def plan_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[ConvertedTensor]:
     """The tensors of the file that become weights, in file order.
+
+    Args:
+        config: as `config_dict` makes it.
 
     Raises:
         ConfigError: for tensors that the model does not have, or of an unknown type.
+        WeightError: for tensors that do not split as they should.
     """
     planned = []
     unknown = []
+    architecture = architecture_of(file)
     for tensor in file.tensors.values():
         if tensor.name in _NOT_WEIGHTS:
             continue
-        name = _hugging_face_name(file.architecture, tensor.name)
+        name = _hugging_face_name(architecture, tensor.name)
         if name is None:
             unknown.append(tensor.name)
             continue
-        # Only llama's converter reorders rows, for ggml's rotation of adjacent elements.
-        reordered = file.architecture == "llama" and re.search(r"\.attn_[qk]\.", tensor.name)
-        planned.append(ConvertedTensor(name, tensor, head_dim if reordered else None))
+        for part_name, part in _parts(name, tensor, config):
+            reordered = architecture.pairs and re.search(r"\.self_attn\.[qk]_proj\.", part_name)
+            unit = config["head_dim"] if reordered else None
+            planned.append(ConvertedTensor(part_name, part, unit))
     if unknown:
         raise ConfigError(
             f"{file.path}: no {file.architecture} model has the tensors {name_some(unknown)}"
@@ -94,16 +85,63 @@ def plan_tensors(file: GGUFFile, head_dim: int) -> list[ConvertedTensor]:
     return planned
 
 
-def _hugging_face_name(architecture: str, name: str) -> str | None:
+def _hugging_face_name(architecture: Architecture, name: str) -> str | None:
+    """With `*` and spaces as in the table."""
     stem, _, suffix = name.rpartition(".")
     if suffix not in ("weight", "bias"):
         return None
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
         layer, part = match.groups()
-        inner = _LAYER_NAMES_BY_ARCHITECTURE[architecture].get(part)
-        return f"model.layers.{layer}.{inner}.{suffix}" if inner else None
+        modules = architecture.layer.get(part, "").split()
+        return " ".join(f"model.layers.{layer}.{module}.{suffix}" for module in modules) or None
     outer = _OUTER_NAMES.get(stem)
     return f"{outer}.{suffix}" if outer else None
+
+
+def _parts(
+    name: str, tensor: GGUFTensor, config: Mapping[str, Any]
+) -> Iterator[tuple[str, GGUFTensor]]:
+    """The tensors of the checkpoint that one of the file holds."""
+    names = name.split()
+    if "*" in name:
+        for expert in range(tensor.shape[0]):
+            part = _rows_of(tensor, expert, 1)
+            yield name.replace("*", str(expert)), replace(part, shape=tensor.shape[1:])
+    elif len(names) > 1:
+        start = 0
+        for part_name, count in zip(names, _row_counts(len(names), tensor, config), strict=True):
+            yield part_name, _rows_of(tensor, start, count)
+            start += count
+    elif name.endswith("shared_expert_gate.weight"):
+        yield name, replace(tensor, shape=(1, *tensor.shape[-1:]))
+    else:
+        yield name, tensor
+
+
+def _row_counts(count: int, tensor: GGUFTensor, config: Mapping[str, Any]) -> list[int]:
+    """Of queries, keys and values, or of gate and up projection."""
+    queries, keys = (
+        config[field] * config["head_dim"]
+        for field in ("num_attention_heads", "num_key_value_heads")
+    )
+    counts = [queries, keys, keys] if count == 3 else [config["intermediate_size"]] * count
+    if sum(counts) != tensor.shape[0]:
+        raise WeightError(
+            f"{tensor.path}: {tensor.name} has {tensor.shape[0]} rows, expected "
+            f"{' + '.join(str(rows) for rows in counts)}"
+        )
+    return counts
+
+
+def _rows_of(tensor: GGUFTensor, first: int, count: int) -> GGUFTensor:
+    """Some of the outermost dimension."""
+    each = tensor.num_bytes // tensor.shape[0]
+    return replace(
+        tensor,
+        shape=(count, *tensor.shape[1:]),
+        offset=tensor.offset + first * each,
+        num_bytes=count * each,
+    )
 
 
 def _check_kind(file: GGUFFile, kind: GGMLQuantizationType) -> None:
@@ -133,34 +171,32 @@ def has_blocks(file: GGUFFile) -> bool:
     return any(tensor.kind not in _FLOAT_KINDS for tensor in file.tensors.values())
 
 
-def read_values(
-    handle: BinaryIO, tensor: ConvertedTensor, dtype: torch.dtype
-) -> Iterator[torch.Tensor]:
+def read_values(tensor: ConvertedTensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """The tensor's values row by row, in chunks of a few million elements.
 
     Raises:
         WeightError: when a value is NaN or infinite, or would be infinite in `dtype`.
     """
-    name = f"{handle.name}: {tensor.source.name}"
-    for raw in _read_rows(handle, tensor):
+    name = f"{tensor.source.path}: {tensor.source.name}"
+    for raw in _read_rows(tensor):
         values = torch.from_numpy(dequantize(raw, tensor.source.kind))
         yield _narrowed(values, dtype, name)
 
 
-def read_blocks(handle: BinaryIO, tensor: ConvertedTensor, part: str) -> Iterator[torch.Tensor]:
+def read_blocks(tensor: ConvertedTensor, part: str) -> Iterator[torch.Tensor]:
     """One tensor `part` of a matrix whose blocks are kept, in the same chunks.
 
     Raises:
         WeightError: when a scale is NaN or infinite.
     """
     kind = tensor.source.kind
-    for raw in _read_rows(handle, tensor):
+    for raw in _read_rows(tensor):
         values = read_part(kind.name, part, torch.from_numpy(raw), GGML_QUANT_SIZES[kind][1])
-        _check_finite(values, f"{handle.name}: {tensor.source.name}")
+        _check_finite(values, f"{tensor.source.path}: {tensor.source.name}")
         yield values
 
 
-def _read_rows(handle: BinaryIO, tensor: ConvertedTensor) -> Iterator[np.ndarray]:
+def _read_rows(tensor: ConvertedTensor) -> Iterator[np.ndarray]:
     """Bytes of rows, [rows, bytes of a row], in Hugging Face's order."""
     source = tensor.source
     block, block_bytes = GGML_QUANT_SIZES[source.kind]
@@ -172,13 +208,14 @@ def _read_rows(handle: BinaryIO, tensor: ConvertedTensor) -> Iterator[np.ndarray
     if rows % unit:
         raise WeightError(f"{source.name}: {rows} rows are no multiple of head_dim={unit}")
     step = max(_CHUNK_ELEMENTS // columns // unit, 1) * unit
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        handle.seek(source.offset + first * row_bytes)
-        raw = np.fromfile(handle, np.uint8, count * row_bytes).reshape(count, row_bytes)
-        if tensor.interleaved_head_dim:
-            raw = _halves_apart(raw, tensor.interleaved_head_dim)
-        yield raw
+    with source.path.open("rb") as handle:
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            handle.seek(source.offset + first * row_bytes)
+            raw = np.fromfile(handle, np.uint8, count * row_bytes).reshape(count, row_bytes)
+            if tensor.interleaved_head_dim:
+                raw = _halves_apart(raw, tensor.interleaved_head_dim)
+            yield raw
 
 
 def _halves_apart(rows: np.ndarray, head_dim: int) -> np.ndarray:

@@ -1,0 +1,236 @@
+"""GGUF files of every architecture of the table: the logits of the checkpoint they were made of.
+
+They are written with llama.cpp's own names of tensors and keys, rows in the order of its converter.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import (
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    get_tensor_name_map,
+)
+from gguf.quants import quantize
+from models.checkpoints import Checkpoint, prompt
+from models.families import write_family
+from models.harness import ModelBench
+from transformers import PreTrainedTokenizerFast
+
+from atom.config import ConfigError, ModelOptions
+from atom.environment import cache_dir
+from atom.model_loader.gguf.architectures import ARCHITECTURES
+from atom.model_loader.gguf.file import read_gguf
+from atom.model_loader.source import resolve_model
+
+# What llama.cpp's converter permutes: queries and keys of Llama and of what its class inherits.
+_PERMUTED = ("llama", "mixtral", "smollm3", "granite")
+_FILES = {
+    "llama": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "smollm3": "smollm3",
+    "olmo2": "olmo2",
+    "granite": "granite",
+    "phi3": "phi3",
+    "phi3-longrope": "phi3",
+    "glm4": "glm4",
+}
+_KEYS = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty one but for the compiled kernels."""
+    compiled, folder = cache_dir() / "native", tmp_path / "cache"
+    compiled.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
+    (folder / "native").symlink_to(compiled)
+    monkeypatch.setenv("ATOM_CACHE", str(folder))
+
+
+def test_every_name_of_the_table_is_tested() -> None:
+    assert set(_FILES.values()) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_logits_are_those_of_the_checkpoint(
+    name: str, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    folder = tmp_path / "checkpoint"
+    fields: dict[str, Any] = {"num_hidden_layers": 4} if name == "smollm3" else {}
+    if name == "smollm3":
+        fields["no_rope_layers"] = None
+    if name == "qwen3_moe":
+        fields["norm_topk_prob"] = True
+    checkpoint = write_family(name, folder, **fields)
+    byte_level_tokenizer.save_pretrained(folder)
+    path = write_file(tmp_path / "model.gguf", _FILES[name], checkpoint)
+    tokens = prompt(24)
+    bench = ModelBench(path, tokenizer=str(folder))
+    found = bench.run(tokens, [16, 1])
+    torch.testing.assert_close(found, checkpoint.logits(tokens), atol=1e-4, rtol=0)
+
+
+def test_experts_keep_their_blocks(
+    tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    checkpoint = write_family("qwen3_moe", tmp_path / "checkpoint", **sizes)
+    byte_level_tokenizer.save_pretrained(checkpoint.folder)
+    kind = GGMLQuantizationType.Q8_0
+    path = write_file(tmp_path / "model.gguf", "qwen3moe", checkpoint, kind)
+    tokens, tokenizer = prompt(24), str(checkpoint.folder)
+    kept = ModelBench(path, tokenizer=tokenizer)
+    experts = kept.model.model.layers[0].mlp.experts
+    assert experts.quantised_bytes
+    assert not experts.dequantised_bytes
+    plain = ModelBench(path, tokenizer=tokenizer, quantization="none")
+    found, expected = kept.run(tokens, [24]), plain.run(tokens, [24])
+    torch.testing.assert_close(found, expected, atol=0.2, rtol=0)
+    assert (found - expected).abs().median() < 0.02
+
+
+def write_file(
+    path: Path,
+    name: str,
+    checkpoint: Checkpoint,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+) -> Path:
+    config = checkpoint.reference.config
+    writer = GGUFWriter(path, name)
+    for field, key in _KEYS.items():
+        value = getattr(config, field, None)
+        if isinstance(value, int):
+            writer.add_uint32(f"{name}.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{name}.{key}", value)
+    rope = config.rope_parameters
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_uint32(f"{name}.attention.key_length", size)
+    writer.add_uint32(f"{name}.attention.value_length", size)
+    rotated = int(size * rope.get("partial_rotary_factor", 1.0))
+    writer.add_uint32(f"{name}.rope.dimension_count", rotated)
+    writer.add_float32(f"{name}.rope.freq_base", rope["rope_theta"])
+    if rope["rope_type"] == "longrope":
+        original = config.original_max_position_embeddings
+        scale = config.max_position_embeddings / original
+        factor = float(np.sqrt(1 + np.log(scale) / np.log(original)))
+        writer.add_uint32(f"{name}.rope.scaling.original_context_length", original)
+        writer.add_float32(f"{name}.rope.scaling.attn_factor", factor)
+        for which in ("long", "short"):
+            factors = np.array(rope[f"{which}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{which}.weight", factors)
+    for tensor_name, values in tensors_of(name, checkpoint).items():
+        # llama.cpp leaves routers as they are.
+        is_plain = values.ndim == 1 or "ffn_gate_inp" in tensor_name
+        stored = GGMLQuantizationType.F32 if is_plain else kind
+        raw = quantize(np.ascontiguousarray(values), stored)
+        writer.add_tensor(tensor_name, raw, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tensors_of(name: str, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Experts' matrices of one kind are one tensor."""
+    config = checkpoint.reference.config
+    arch = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == name)
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    found = {}
+    for module, tensor in checkpoint.reference.state_dict().items():
+        values = tensor.float().numpy()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        part = module.split(".")[-2]
+        if config.model_type in _PERMUTED and part in heads:
+            split = values.reshape(heads[part], 2, -1, *values.shape[1:])
+            values = split.swapaxes(1, 2).reshape(values.shape)
+        pieces = {module: values}
+        if module.endswith("experts.gate_up_proj"):
+            stem = module.removesuffix("gate_up_proj")
+            gate, up = np.split(values, 2, axis=1)
+            pieces = {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+        elif module.endswith("experts.down_proj"):
+            pieces = {f"{module}.weight": values}
+        for piece, each in pieces.items():
+            stored = names.get_name(piece, try_suffixes=(".weight", ".bias"))
+            assert stored is not None, piece
+            found[stored] = each[0] if part == "shared_expert_gate" else each
+    return found
+
+
+def split_file(path: Path, folder: Path, count: int) -> list[Path]:
+    """The tensors of a file in several, whose first has the metadata, as llama.cpp splits them."""
+    file = read_gguf(path)
+    data = np.memmap(path, np.uint8, "r")
+    names, paths = list(file.tensors), []
+    for number in range(count):
+        part = folder / f"model-{number + 1:05}-of-{count:05}.gguf"
+        writer = GGUFWriter(part, file.architecture)
+        if number == 0:
+            for key in file.metadata:
+                if key.startswith(file.architecture):
+                    value = file.metadata._values[key]
+                    add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+                    add(key, value)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        for name in names[number::count]:
+            tensor = file.tensors[name]
+            raw = data[tensor.offset : tensor.offset + tensor.num_bytes].view(np.float32)
+            writer.add_tensor(name, raw.reshape(tensor.shape))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        paths.append(part)
+    return paths
+
+
+def test_split_files(tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
+    checkpoint = write_family("qwen2", tmp_path / "checkpoint")
+    byte_level_tokenizer.save_pretrained(checkpoint.folder)
+    whole = write_file(tmp_path / "whole.gguf", "qwen2", checkpoint)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    paths = split_file(whole, folder, 3)
+    tokens, tokenizer = prompt(9), str(checkpoint.folder)
+    for model in (folder, paths[1]):
+        found = ModelBench(model, tokenizer=tokenizer).run(tokens, [9])
+        torch.testing.assert_close(found, checkpoint.logits(tokens), atol=1e-4, rtol=0)
+    shutil.copy(paths[0], paths[1])
+    with pytest.raises(Exception, match=r"model-00002-of-00003\.gguf holds .* once more"):
+        resolve_model(ModelOptions(str(folder), tokenizer=tokenizer))
+    paths[1].unlink()
+    with pytest.raises(ConfigError, match=r"one of 3 files; missing: model-00002-of-00003\.gguf"):
+        resolve_model(ModelOptions(str(paths[0]), tokenizer=tokenizer))
