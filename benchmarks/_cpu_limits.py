@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from _decode_shapes import SHAPES, write_configs
 
 from atom.config import ModelOptions
-from atom.model_loader.dummy import fill_with_dummy_weights
 from atom.model_loader.source import resolve_model
+from atom.model_loader.weights import fill_with_dummy_weights
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.quant.base import QuantConfig

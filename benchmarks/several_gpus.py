@@ -34,7 +34,7 @@ from torch.multiprocessing.spawn import (
 )
 
 from atom.bench.report import environment, environment_markdown, write_json
-from atom.distributed.groups import ProcessGroups
+from atom.distributed.connection import ProcessGroups
 from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.registry import OpUnavailableError
 from atom.platform import num_gpus, select_platform

@@ -9,12 +9,16 @@ copies from it: a rank reads its part. A layer is converted as soon as its last 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,12 +26,10 @@ from tqdm import tqdm
 
 from atom.config import ModelOptions
 from atom.model_loader.checkpoint import list_adapters, list_tensors
-from atom.model_loader.dummy import fill_with_dummy_weights
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.layers import LayerQueue
 from atom.model_loader.placement import Placement, Target, find_targets, place_tensors, raise_if_any
 from atom.model_loader.quantization import on_platform
-from atom.model_loader.read_ahead import ReadAhead
 from atom.model_loader.safetensors_reader import WeightFile
 from atom.model_loader.sketch import M, check_fit
 from atom.model_loader.source import ModelSource
@@ -35,6 +37,94 @@ from atom.model_loader.threads import single_threaded_pool
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.platform import default_num_threads
+
+# Dummy weights, to run a model without its checkpoint.
+
+_SPREAD = 0.02
+
+
+@torch.no_grad()
+def fill_with_dummy_weights(model: nn.Module) -> None:
+    """Fill every parameter with small random numbers, seeded by its name.
+
+    Vectors named `weight` (norms) are around one, so that activations keep their scale; all others
+    are around zero. Codes of quantised weights are random bits, their scales small.
+    """
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+        if name.rpartition(".")[2].rpartition("_")[2] in ("d2t", "idx"):
+            parameter.zero_()
+            continue
+        if "scale" in name:
+            _fill_scale(parameter)
+            continue
+        if not parameter.is_floating_point() or parameter.dtype.itemsize == 1:
+            _fill_codes(parameter, generator)
+            continue
+        parameter.uniform_(-_SPREAD, _SPREAD, generator=generator)
+        if parameter.dim() == 1 and name.endswith("weight"):
+            parameter.add_(1)
+
+
+def _fill_scale(scale: torch.Tensor) -> None:
+    if scale.dtype is torch.uint8:  # e8m0: 2^-6
+        scale.fill_(121)
+    else:
+        scale.fill_(_SPREAD)
+
+
+def _fill_codes(codes: torch.Tensor, generator: torch.Generator) -> None:
+    """Random bits; of an 8-bit float only numbers up to 2."""
+    most = 0x40 if codes.dtype.is_floating_point else 0x80
+    codes.view(torch.uint8).random_(0, most, generator=generator)
+
+
+# Reads weight files into the page cache, one file ahead of the loader.
+
+_BUFFER_BYTES = 8 << 20
+
+
+class ReadAhead:
+    """Reads files sequentially, in order, in a background thread.
+
+    Page faults of a memory map fetch small pieces in access order, each a round trip on network
+    storage; sequential reads use the full bandwidth. At most one file is read ahead, so that a
+    checkpoint larger than memory does not evict its own pages.
+    """
+
+    def __init__(self, files: Sequence[Path], enabled: bool) -> None:
+        self._waiting = list(files) if enabled else []
+        self._running: dict[Path, Future[None]] = {}
+        self._pool = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> ReadAhead:
+        self._start_next()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def wait_for(self, file: Path) -> None:
+        """Wait until the file is in the page cache; then the next one is read."""
+        reading = self._running.pop(file, None)
+        if reading is not None:
+            reading.result()
+            self._start_next()
+
+    def _start_next(self) -> None:
+        if self._waiting:
+            file = self._waiting.pop(0)
+            self._running[file] = self._pool.submit(_read, file)
+
+
+def _read(file: Path) -> None:
+    buffer = bytearray(_BUFFER_BYTES)
+    with file.open("rb", buffering=0) as handle:
+        if sys.platform == "linux":
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        while handle.readinto(buffer):
+            pass
+
 
 __all__ = ["WeightError", "build_model", "load_weights"]
 

@@ -13,8 +13,8 @@ import torch
 from atom.config import ModelOptions
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
-from atom.model_loader.dummy import fill_with_dummy_weights
 from atom.model_loader.source import resolve_model
+from atom.model_loader.weights import fill_with_dummy_weights
 from atom.model_ops.kernels.torch import quant as torch_quant
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import LinearBase

@@ -15,9 +15,8 @@ from ports import free_port
 from ranks import run_threads
 
 from atom.config import ConfigError, EngineConfig
-from atom.distributed import connection, groups
-from atom.distributed.connection import RankDriver, RankFollower, RankLostError
-from atom.distributed.groups import ProcessGroups
+from atom.distributed import connection
+from atom.distributed.connection import ProcessGroups, RankDriver, RankFollower, RankLostError
 from atom.distributed.rank_environment import RankEnvironment
 from atom.distributed.store import Store, host_store, listen
 from atom.entrypoints import llm, openai_server
@@ -222,7 +221,7 @@ def test_communicators_wait_for_ranks_that_load(monkeypatch: pytest.MonkeyPatch)
         def __init__(self, store: Store, *_: object) -> None:
             self.store = store
 
-    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(connection.dist, "ProcessGroupNCCL", Group, raising=False)
     root = host_store(listen(RankEnvironment(0, 2, 0)))
     made = ProcessGroups(root, "127.0.0.1")
     made.of_device_tensors("tensor", 0, 2, torch.device("cuda"))

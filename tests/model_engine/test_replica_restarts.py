@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from atom.model_engine.replicas.restarts import DELAYS, WINDOW_SECONDS, RestartPolicy
+from atom.model_engine.replicas.replica_set import DELAYS, WINDOW_SECONDS, RestartPolicy
 
 
 def test_restarts_wait_longer_and_longer_and_then_end() -> None:

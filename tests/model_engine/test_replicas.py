@@ -29,8 +29,7 @@ from atom.model_engine.async_engine import (
     QueueFullError,
 )
 from atom.model_engine.processes import wire
-from atom.model_engine.replicas import replica
-from atom.model_engine.replicas import restarts as replica_restarts
+from atom.model_engine.replicas import replica, replica_set
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 
@@ -109,7 +108,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(replica_restarts, "DELAYS", (0.0,) * 5)
+    monkeypatch.setattr(replica_set, "DELAYS", (0.0,) * 5)
     return Machine()
 
 

@@ -19,9 +19,8 @@ from quantised.packing import logits
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.gguf.blocks import read_part
 from atom.model_loader.gguf.config import config_dict
-from atom.model_loader.gguf.convert import converted_folder
+from atom.model_loader.gguf.convert import choose_kept, converted_folder
 from atom.model_loader.gguf.file import read_gguf
-from atom.model_loader.gguf.kept import choose_kept
 from atom.model_loader.gguf.tensors import plan_tensors
 from atom.model_loader.source import resolve_model
 from atom.model_ops.quant.formats.gguf import TYPES, GgufConfig, GgufMethod, parse

@@ -13,10 +13,10 @@ from atom.models.block_draft.config import (
     BlockConv,
     BlockDraftConfig,
     Confidence,
+    LayerMask,
     Markov,
     Selector,
 )
-from atom.models.block_draft.masks import LayerMask
 from atom.stats import ExpectedAcceptance
 
 FULL, CAUSAL = LayerMask(None, False), LayerMask(None, True)

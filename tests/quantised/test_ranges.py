@@ -16,8 +16,8 @@ from atom.distributed.parallel_state import SINGLE
 from atom.model_loader.errors import WeightError
 from atom.model_ops.moe import FusedMoE
 from atom.model_ops.quant.formats.table import parse_quantization
-from atom.model_ops.quant.ranges import check_range
 from atom.model_ops.quant.scales import largest
+from atom.model_ops.quant.storage import check_range
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat, dequantise
 
 PTPC = quark(FP8_CHANNEL, FP8_TOKEN, exclude=["lm_head"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -13,19 +14,77 @@ from atom.entrypoints.chat.constraint import constraint_names
 from atom.entrypoints.chat.format import ChatFormat
 from atom.entrypoints.chat.generation import Generation
 from atom.entrypoints.chat.params import check_stream_fields, sampling_params, usage_chunks
-from atom.entrypoints.chat.protocol import ChatCompletionRequest
-from atom.entrypoints.chat.tokenization import Prompt, PromptEncoder
-from atom.entrypoints.chat.tool_choice import ToolUse, resolve_tool_use
+from atom.entrypoints.chat.protocol import ChatCompletionRequest, NamedToolChoice
+from atom.entrypoints.chat.tokenization import Prompt, PromptEncoder, tool_dicts
 from atom.entrypoints.http.errors import MAX_MESSAGE, bad_request
 from atom.entrypoints.parsing.output_parser import ChatOutputParser
 from atom.entrypoints.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.parsing.tool_grammar import answer_or_calls, tool_call_grammar
-from atom.entrypoints.parsing.tool_parsers import TOOL_PARSERS
+from atom.entrypoints.parsing.tool_parsers import GENERIC, TOOL_PARSERS
 from atom.entrypoints.server_options import ServerOptions
-from atom.quoting import excerpt
+from atom.quoting import excerpt, quote
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
 from atom.text.prepared_params import PreparedParams
+
+# What a request wants of tools, and whether this server can do it.
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Attributes:
+    mode: `none` also when there are no tools; `named` is `required` with the one tool that
+        the request names.
+    tools: those that may be called, in OpenAI's shape; empty when the mode is `none`.
+    parallel: several calls may be made at once.
+    parser: the name of the format of calls, None when the mode is `none`.
+    """
+
+    mode: Literal["none", "auto", "required", "named"]
+    tools: tuple[dict[str, Any], ...] = ()
+    parallel: bool = True
+    parser: str | None = None
+
+
+NO_TOOLS = ToolUse("none")
+
+
+def resolve_tool_use(body: ChatCompletionRequest, options: ServerOptions) -> ToolUse:
+    """Raises:
+    ApiError: 400 for a choice among no tools, of an unknown tool, or that the server's
+        options do not allow.
+    """
+    tools = tuple(tool_dicts(body) or ())
+    choice = body.tool_choice
+    if not tools:
+        if choice in (None, "none", "auto"):
+            return NO_TOOLS
+        raise bad_request("tool_choice needs tools", "tool_choice")
+    if choice == "none":
+        return NO_TOOLS
+    mode: Literal["auto", "required", "named"] = "required" if choice == "required" else "auto"
+    if isinstance(choice, NamedToolChoice):
+        mode, tools = "named", _named(tools, choice.function.name)
+    if mode == "auto" and (options.tool_format is None or not options.enable_auto_tool_choice):
+        missing = "--tool-call-parser NAME" if options.tool_format is None else ""
+        flag = missing or "--enable-auto-tool-choice"
+        raise bad_request(
+            f"tool_choice 'auto' needs a server started with {flag}; send 'required', 'none' or a "
+            "function's name",
+            "tool_choice",
+        )
+    parser = options.tool_format or GENERIC
+    return ToolUse(mode, tools, body.parallel_tool_calls is not False, parser)
+
+
+def _named(tools: tuple[dict[str, Any], ...], name: str) -> tuple[dict[str, Any], ...]:
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return (tool,)
+    names = ", ".join(tool["function"]["name"] for tool in tools)
+    raise bad_request(
+        f"tool_choice names {quote(name)}; the tools are {excerpt(names)}", "tool_choice"
+    )
 
 
 class _Reasoning(NamedTuple):

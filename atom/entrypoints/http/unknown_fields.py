@@ -14,14 +14,143 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel
 
-from atom.entrypoints.http.engine_defaults import ANY, HARMLESS, REFUSED
 from atom.entrypoints.http.errors import bad_request
 from atom.entrypoints.http.provider_tools import ProviderTool
 from atom.quoting import excerpt, quote
+
+# Fields of other engines' APIs, by path, with the values that ask for nothing here.
+#
+# Only fields that a body's model does not name are looked up. Null is always harmless.
+
+# Every value is harmless.
+ANY: Final[tuple[Any, ...]] = ("any",)
+
+# Beyond null, false and empty; other values are ignored with a warning.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "cache_prompt": (True,),
+    "id_slot": (-1,),
+    "messages[].id": ANY,
+    "messages[].content[].cache_control": ANY,
+    "messages[].content[].prompt_cache_breakpoint": ANY,
+    "request_id": ANY,
+    "rid": ANY,
+    "stream_options": ANY,
+    "spaces_between_special_tokens": (True,),
+    "tools[].cache_control": ANY,
+    "tools[].function.cache_control": ANY,
+}
+
+# These change answers and are not supported: values that are not here are refused.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    # What only others of this server's APIs take.
+    "ebnf": ("",),
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
+    "input": ("",),
+    "instructions": ("",),
+    "json_schema": ("", {}),
+    "logprobs": (False, 0),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
+    "max_tokens": (),
+    "messages": ([],),
+    "n": (1,),
+    "parallel_tool_calls": (True,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "regex": ("",),
+    "response_format": ({"type": "text"},),
+    "stop": ("", []),
+    "stop_sequences": ([],),
+    "system": ("", []),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    # How tokens are chosen.
+    "adaptive_target": (-1.0,),
+    "bad_words_ids": ([],),
+    "best_of": (1,),
+    "custom_logit_processor": ("",),
+    "custom_params": ({},),
+    "diversity_penalty": (0.0,),
+    "do_sample": (True,),
+    "dry_multiplier": (0.0,),
+    "dynatemp_range": (0.0,),
+    "early_stopping": (False,),
+    "encoder_repetition_penalty": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "guidance_scale": (1.0,),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "min_new_tokens": (0,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "n_predict": (-1,),
+    "nsigma": (0.0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "no_repeat_ngram_size": (0,),
+    "penalty_alpha": (0.0,),
+    "repeat_penalty": (1.0,),
+    "smoothing_factor": (0.0,),
+    "tfs": (1.0,),
+    "tfs_z": (1.0,),
+    "top_a": (0.0,),
+    "top_n_sigma": (-1.0, 0.0),
+    "typical_p": (1.0,),
+    "use_beam_search": (False,),
+    "xtc_probability": (0.0,),
+    # How far, and in what form, the answer goes.
+    "backend_stop": ("", []),
+    "max_new_tokens": (),
+    "no_stop_trim": (False,),
+    "stop_regex": ("", []),
+    "thinking_budget": (-1,),
+    "thinking_token_budget": (-1,),
+    # What the prompt is.
+    "adapter": ("",),
+    "add_vision_id": (False,),
+    "audio_data": ([],),
+    "documents": ([],),
+    "enable_thinking": (),
+    "image_data": ([],),
+    "images": ([],),
+    "input_embeds": ([],),
+    "input_extra": ([],),
+    "lora_path": ("",),
+    "lora_request": ({},),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": ("", []),
+    "reasoning": ({},),
+    "safe_prompt": (False,),
+    "transforms": ([],),
+    "truncate_prompt_tokens": (-1,),
+    "video_data": ([],),
+    # What comes back.
+    "detokenize": (True,),
+    "include_reasoning": (True,),
+    "logprob_token_ids": ([],),
+    "n_probs": (0,),
+    "logprob_start_len": (-1,),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_logprob": (False,),
+    "return_meta_info": (False,),
+    "return_routed_experts": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "skip_special_tokens": (True,),
+    "stream_reasoning": (True,),
+    "token_ids_logprob": ([],),
+    "top_logprobs_num": (0,),
+}
+
 
 logger = logging.getLogger(__name__)
 

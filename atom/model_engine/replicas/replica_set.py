@@ -13,8 +13,28 @@ from atom.messages import EngineStats, StepReport
 from atom.model_engine.processes import wire
 from atom.model_engine.processes.engine_client import EngineClient
 from atom.model_engine.replicas.replica import Replica
-from atom.model_engine.replicas.restarts import RestartPolicy
 from atom.model_engine.replicas.total_stats import counters_of, total_stats
+
+# When a replica that died is started again, and when no more.
+
+# Seconds before each restart; after as many within the window there is none.
+DELAYS = (1.0, 2.0, 5.0, 10.0, 30.0)
+WINDOW_SECONDS = 600.0
+
+
+class RestartPolicy:
+    """The failures of one replica. Times are seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._failures: list[float] = []
+
+    def failed(self, now: float) -> float | None:
+        """Note a failure; returns how long to wait before a restart, None to give up."""
+        self._failures = [time for time in self._failures if now - time < WINDOW_SECONDS]
+        self._failures.append(now)
+        number = len(self._failures)
+        return DELAYS[number - 1] if number <= len(DELAYS) else None
+
 
 logger = logging.getLogger(__name__)
 

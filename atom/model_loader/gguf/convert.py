@@ -12,13 +12,15 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from filelock import FileLock
+from gguf.constants import GGML_QUANT_SIZES
 from tqdm import tqdm
 
 from atom.config import ConfigError
@@ -30,7 +32,6 @@ from atom.model_loader.gguf.config import (
     generation_config_dict,
 )
 from atom.model_loader.gguf.file import GGUFFile
-from atom.model_loader.gguf.kept import KeptBlocks, choose_kept
 from atom.model_loader.gguf.tensors import (
     ConvertedTensor,
     plan_tensors,
@@ -41,6 +42,34 @@ from atom.model_loader.gguf.tokenizer import write_tokenizer
 from atom.model_loader.safetensors_writer import TensorSpec, write_checkpoint
 from atom.model_loader.threads import one_torch_thread
 from atom.model_ops.quant.formats.gguf import TYPES, config_of, stored_tensors
+
+# Which matrices of a GGUF file keep their blocks, and why others become plain numbers.
+
+
+@dataclass(frozen=True)
+class KeptBlocks:
+    """Attributes:
+    types: GGUF's name of the type by module, of those whose blocks are kept.
+    dequantised: why others are plain numbers -> how many.
+    """
+
+    types: Mapping[str, str]
+    dequantised: Mapping[str, int]
+
+
+def choose_kept(tensors: Sequence[ConvertedTensor]) -> KeptBlocks:
+    """Keep the quantised matrices whose type has a format."""
+    types, dequantised = {}, Counter[str]()
+    for tensor in tensors:
+        kind = tensor.source.kind
+        if len(tensor.source.shape) != 2 or GGML_QUANT_SIZES[kind][0] == 1:
+            continue
+        if kind.name in TYPES:
+            types[tensor.name.removesuffix(".weight")] = kind.name
+        else:
+            dequantised[f"of type {kind.name}"] += 1
+    return KeptBlocks(types, dequantised)
+
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ for one platform do not run on another.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -34,13 +34,13 @@ from atom.model_loader.sketch import weight_bytes
 from atom.model_loader.source import ModelSource
 from atom.model_ops.kernels import probe
 from atom.model_ops.moe import FusedMoE
+from atom.model_ops.op_report import OpLine
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.plan.gpus import Gpu
 from atom.plan.layouts import RUNTIME_BYTES, expected_visited
-from atom.plan.rehearsal.compare import Table, lost, table_of
 from atom.plan.rehearsal.libraries import KNOWN, pretended_library
 from atom.plan.rehearsal.meter import Launches, Meter
 from atom.plan.rehearsal.ranks import META, BuiltRank, Setting, held_weight_bytes
@@ -49,6 +49,27 @@ from atom.plan.rehearsal.repeated import RepeatedLayers, decoder_layers
 from atom.plan.rehearsal.triton_launches import list_launches
 from atom.platform import Platform, PretendedGpu, pretend
 from atom.spec_decode.drafter import Drafter
+
+# What the table of ops would lose without a library.
+
+# By what was asked.
+Table = Mapping[str, OpLine]
+
+
+def table_of(ops: OpTable) -> Table:
+    """The choices made so far."""
+    return {line.asked: line for line in ops.lines()}
+
+
+def lost(whole: Table, without: Table) -> list[str]:
+    """Ops that another implementation runs in `without`, one phrase each, with the reason."""
+    found: dict[str, None] = {}
+    for asked, better in whole.items():
+        worse = without.get(asked)
+        if worse is not None and worse.runs != better.runs:
+            op = asked.partition(" ")[0]
+            found[f"{op} runs by {worse.runs}, not {better.runs} ({worse.why})"] = None
+    return list(found)
 
 
 @dataclass(frozen=True)

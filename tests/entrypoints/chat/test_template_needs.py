@@ -8,8 +8,7 @@ import pytest
 from call_templates import TEMPLATES
 from transformers import PreTrainedTokenizerFast
 
-from atom.entrypoints.chat.divided_turns import one_call_each
-from atom.entrypoints.chat.template import ChatTemplate
+from atom.entrypoints.chat.template import ChatTemplate, one_call_each
 
 # As Llama 3.1's: several calls are refused.
 REFUSES_SEVERAL = (

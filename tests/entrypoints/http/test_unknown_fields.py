@@ -12,11 +12,12 @@ from scripted_server import ScriptedServer
 from transformers import PreTrainedTokenizerFast
 
 from atom.entrypoints.http import unknown_fields
-from atom.entrypoints.http.engine_defaults import HARMLESS, REFUSED
 from atom.entrypoints.http.errors import ApiError
 from atom.entrypoints.http.unknown_fields import (
+    HARMLESS,
     IGNORED_FIELDS_HEADER,
     MAX_IGNORED_FIELDS,
+    REFUSED,
     UnknownFields,
     asks_for_nothing,
 )

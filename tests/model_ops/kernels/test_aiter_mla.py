@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter import mla
-from atom.model_ops.kernels.aiter.splits import SplitTables, leave_units_idle, num_splits
+from atom.model_ops.kernels.aiter.mla import SplitTables, leave_units_idle, num_splits
 from atom.model_ops.kernels.torch.elementwise import rope
 from atom.model_ops.kernels.torch.mla import (
     mla_cache_write,

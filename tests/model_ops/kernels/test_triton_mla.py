@@ -17,12 +17,9 @@ from model_ops.batches import Part, attention_metadata
 from atom.model_ops.kernels.torch import mla as torch_mla
 from atom.model_ops.kernels.triton import mla_decode as decode_module
 from atom.model_ops.kernels.triton import mla_prefill as prefill_module
-from atom.model_ops.kernels.triton import mla_rounds
 from atom.model_ops.kernels.triton.mla_cache_write import mla_cache_write
-from atom.model_ops.kernels.triton.mla_decode import mla_decode, num_splits
-from atom.model_ops.kernels.triton.mla_prefill import mla_prefill
-from atom.model_ops.kernels.triton.mla_rounds import plan_rounds
-from atom.model_ops.kernels.triton.mla_tiles import decode_tiles
+from atom.model_ops.kernels.triton.mla_decode import decode_tiles, mla_decode, num_splits
+from atom.model_ops.kernels.triton.mla_prefill import mla_prefill, plan_rounds
 from atom.model_ops.kernels.triton.prefill_attention import num_splits as prefill_splits
 from atom.model_ops.kernels.triton.splits import fewest_that_fill
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
@@ -330,7 +327,7 @@ class TestPrefill:
             uploads.append(numbers)
             return upload(numbers, to)
 
-        monkeypatch.setattr(mla_rounds, "upload", counted)
+        monkeypatch.setattr(prefill_module, "upload", counted)
         elements = 16 * TINY.heads * (TINY.nope + TINY.v)
         monkeypatch.setattr(prefill_module, "_ROUND_ELEMENTS", elements)
         for lengths, runs in (([(40, 30), (9, 1), (33, 20)], 2), ([(40, 30), (33, 20)], 1)):
