@@ -156,3 +156,15 @@ def architecture_of(file: GGUFFile) -> Architecture:
     if name in _WITH_EXPERTS and file.metadata.get(f"{name}.expert_count", int, 0):
         return _WITH_EXPERTS[name]
     return ARCHITECTURES[name]
+
+
+def _names_by_type() -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for table in (ARCHITECTURES, _WITH_EXPERTS):
+        for name, architecture in table.items():
+            found[architecture.model_type] = (*found.get(architecture.model_type, ()), name)
+    return found
+
+
+# What llama.cpp calls the models of a configuration's type.
+GGUF_NAMES: Mapping[str, tuple[str, ...]] = _names_by_type()
