@@ -52,6 +52,7 @@ _MODELS = {
     "Olmo2ForCausalLM": _Model("olmo2", "Olmo2ForCausalLM", ("olmo2",)),
     "GraniteForCausalLM": _Model("granite", "GraniteForCausalLM", ("granite",)),
     "Phi3ForCausalLM": _Model("phi3", "Phi3ForCausalLM", ("phi3",)),
+    "Gemma3ForCausalLM": _Model("gemma3", "Gemma3ForCausalLM", ("gemma3_text",)),
     "Glm4ForCausalLM": _Model("glm4", "Glm4ForCausalLM", ("glm4",)),
 }
 
