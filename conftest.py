@@ -162,8 +162,7 @@ def chromium() -> str:
     return found
 
 
-@pytest.fixture(scope="session")
-def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+def create_byte_level_tokenizer() -> PreTrainedTokenizerFast:
     """A ByteLevel BPE tokenizer of about 330 tokens with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -186,6 +185,11 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     )
     fast.chat_template = _CHAT_TEMPLATE
     return fast
+
+
+@pytest.fixture(scope="session")
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    return create_byte_level_tokenizer()
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,9 @@ import torch
 from atom.batch import ScheduledSequence
 from atom.graphs.staging import StagingBuffer
 
+# Wider than needed, so that few steps are recorded.
+_LEAST_WIDTH = 64
+
 
 class BlockTables:
     """One block table per row, on the device and mirrored on the host.
@@ -73,3 +76,36 @@ def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     offsets = np.cumsum(sizes) - sizes
     ranges: np.ndarray = np.arange(sizes.sum()) + np.repeat(starts - offsets, sizes)
     return ranges
+
+
+class StepTables:
+    """Copies of rows of block tables, where the programs of recorded steps find them.
+
+    Those of as many sequences with as wide tables are the same tensor, which is filled only if it
+    does not hold what is wanted already.
+    """
+
+    def __init__(self, tables: BlockTables) -> None:
+        self._tables = tables
+        self._memory = torch.zeros_like(tables.on_device).view(-1)
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+        # Width and rows of what the memory holds.
+        self._held: tuple[int, ...] = ()
+
+    def select(self, sequences: Sequence[ScheduledSequence], rows: torch.Tensor) -> torch.Tensor:
+        """The sequences' block tables [B, width], after the tables' `update`.
+
+        Args:
+            rows: [B], the sequences' rows.
+        """
+        longest = max([s.num_blocks for s in sequences])
+        most = self._tables.on_device.shape[1]
+        width = min(max(_LEAST_WIDTH, 1 << (longest - 1).bit_length()), most)
+        shape = len(sequences), width
+        if (view := self._views.get(shape)) is None:
+            view = self._views[shape] = self._memory[: shape[0] * width].view(shape)
+        wanted = width, *[s.row for s in sequences]
+        if self._tables.have_grown or wanted != self._held:
+            torch.index_select(self._tables.on_device[:, :width], 0, rows, out=view)
+            self._held = wanted
+        return view

@@ -15,11 +15,10 @@ from atom.graphs.capture import Bucket, GraphPlan
 from atom.graphs.recorded import Recording
 from atom.graphs.runner import FitOp, GraphKey
 from atom.graphs.staging import StagingBuffer
-from atom.kv_cache.block_tables import BlockTables
+from atom.kv_cache.block_tables import BlockTables, StepTables
 from atom.model_engine.carried_rows import CarriedPlan, CarriedRows
 from atom.model_engine.step_layout import StepLayout, StepLayoutCache, layout_of
 from atom.model_engine.step_places import GraphInput, Places, Shape, TakeOp
-from atom.model_engine.step_tables import StepTables
 from atom.model_ops.kernels.torch.gather import take_inputs
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, ModelInput
 from atom.sampling.plan import SamplePlan

@@ -21,7 +21,7 @@ from atom.batch import (
 from atom.graphs.staging import Arriving
 from atom.model_engine.carried_rows import CarriedRows
 from atom.model_engine.input_builder import InputBuilder, StepInput
-from atom.model_engine.step_runner import ComputedStep, StepRunner
+from atom.model_engine.step_runner import StepRunner
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.sampling_params import Needs
 from atom.spec_decode.base import Proposal
@@ -129,7 +129,7 @@ class ModelRunner:
         if self._drafter.looks_first or self._follows_grammars(step):
             output = self._draft_after_sampling(batch, step, numbers)
             return LaunchedStep(lambda: output)
-        done = self._run(batch, step, numbers.made)
+        done = self.steps.run(batch.sequences, step, numbers.made, rests=self._drafter.is_at_rest)
         proposed, parts = done.draft(numbers.made)
         self._leave(step, done.verified, proposed)
         self._sampler.raise_failure()
@@ -137,11 +137,6 @@ class ModelRunner:
         arriving = self.steps.send_to_host(proposed, done.verified)
         collect = partial(self._collect, batch, step, arriving, num_made, numbers, parts)
         return LaunchedStep(collect, numbers.carried if num_made else 0, self._drafter.source)
-
-    def _run(self, batch: ScheduledBatch, step: StepInput, num_drafts: int | None) -> ComputedStep:
-        """The step without its drafts, on the device."""
-        rests = self._drafter.is_at_rest
-        return self.steps.run(batch.sequences, step, num_drafts, rests=rests)
 
     def _leave(self, step: StepInput, verified: Verified, proposed: Proposal | None) -> None:
         """Leave the tokens and the drafts for the next step, if it may be launched before they are
@@ -202,7 +197,7 @@ class ModelRunner:
         self, batch: ScheduledBatch, step: StepInput, numbers: DraftNumbers
     ) -> StepOutput:
         """The host knows the tokens before drafts are made."""
-        done = self._run(batch, step, None)
+        done = self.steps.run(batch.sequences, step, None, rests=self._drafter.is_at_rest)
         sampled = self._sampler.take(step.sample, self.steps.send_to_host(done.verified)())
         found = self._look_up(batch, step)
         if self._drafter.looks_first:
@@ -230,7 +225,12 @@ class ModelRunner:
         # Whether logits are edited is known to the first rank alone.
         kind = None if orders.kind is None else Needs(orders.kind)
         sample = replace(step.sample, kind=kind)
-        done = self._run(batch, replace(step, sample=sample), numbers.made)
+        done = self.steps.run(
+            batch.sequences,
+            replace(step, sample=sample),
+            numbers.made,
+            rests=self._drafter.is_at_rest,
+        )
         proposed, _ = done.draft(numbers.made)
         self._leave(step, done.verified, proposed)
 

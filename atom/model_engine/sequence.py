@@ -11,7 +11,6 @@ from operator import attrgetter
 from atom.batch import LaunchedStep, ScheduledSequence, SequenceResult
 from atom.messages import EngineRequest, FinishReason, SequenceOutput, TokenLogprobs
 from atom.model_engine.block_pool import BlockHash, hash_block, root_hash
-from atom.model_engine.launched_parts import LaunchedParts
 from atom.sampling_params import COUNTS_OUTPUTS, READS_OUTPUTS, Needs
 
 # One verification: number of drafts, number of accepted ones, and their source.
@@ -27,6 +26,46 @@ class SequenceStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class LaunchedParts:
+    """A sequence's parts of steps whose results are not known yet, oldest first.
+
+    Attributes:
+        num_tokens: that they compute, drafts included.
+        num_sampled: tokens that they bring if all their drafts are accepted.
+        is_sampling: whether the newest samples a token.
+    """
+
+    num_tokens: int = 0
+    num_sampled: int = 0
+    is_sampling: bool = False
+    # Tokens of each, and those that it brings at most.
+    _parts: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, part: ScheduledSequence) -> None:
+        tokens = len(part.token_ids)
+        sampled = part.num_drafts + 1 if part.wants_sample else 0
+        self._parts.append((tokens, sampled))
+        self.num_tokens += tokens
+        self.num_sampled += sampled
+        self.is_sampling = part.wants_sample
+
+    def end_oldest(self) -> None:
+        """Its results are known."""
+        tokens, sampled = self._parts.pop(0)
+        self.num_tokens -= tokens
+        self.num_sampled -= sampled
+        self.is_sampling = self.is_sampling and bool(self._parts)
+
+    def clear(self) -> None:
+        self._parts.clear()
+        self.num_tokens = self.num_sampled = 0
+        self.is_sampling = False
 
 
 @dataclass(slots=True, eq=False)
