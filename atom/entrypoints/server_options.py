@@ -15,7 +15,7 @@ from atom.options import add_flags, build, given_flags, option
 
 UNKNOWN_FIELDS = ("warn", "refuse")
 _HOST, _PORT = "127.0.0.1", 8000
-TOOL_FORMATS = ("auto", "none", *TOOL_PARSERS)
+TOOL_FORMATS = ("auto", "none", *sorted(TOOL_PARSERS))
 REASONING_FORMATS = ("auto", "none", *REASONING_PARSERS)
 TOOL_STRICTNESS = ("off", "names", "schemas")
 LOG_LEVELS = ("debug", "info", "warning", "error")
