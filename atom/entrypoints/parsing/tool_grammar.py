@@ -104,7 +104,8 @@ def _tool_call_grammar(
         return None
     if parser_name not in TOOL_PARSERS:
         raise ValueError(
-            f"the tool format {parser_name!r} has no grammar; there are {', '.join(sorted(TOOL_PARSERS))}"
+            f"the tool format {parser_name!r} has no grammar; there are "
+            f"{', '.join(sorted(TOOL_PARSERS))}"
         )
     grammar = TOOL_PARSERS[parser_name].grammar
     with_schemas = tool_choice != "auto" or strictness == "schemas"
