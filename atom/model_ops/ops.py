@@ -19,7 +19,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             note=lambda query: find("aiter.linear:note")(query),
         ),
         invariant("native.linear:linear", into="native.linear:linear_into"),
-        invariant("triton.linear:linear", "triton.linear:refuses"),
+        invariant("triton.products.linear:linear", "triton.products.linear:refuses"),
         kernel("torch.linear:linear"),
     ),
     "quant_linear": (
@@ -42,18 +42,22 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             dequantises=True,
         ),
         invariant(
-            "triton.quant_linear:quant_linear",
-            "triton.quant_linear:refuses",
-            prepare="triton.quant_linear:prepare",
-            note=lambda query: find("triton.quant_layout:note")(query),
-            takes_rounded="triton.quant_inputs:takes_rounded",
+            "triton.products.quant_linear:quant_linear",
+            "triton.products.quant_linear:refuses",
+            prepare="triton.products.quant_linear:prepare",
+            note=lambda query: find("triton.products.quant_layout:note")(query),
+            takes_rounded="triton.products.quant_inputs:takes_rounded",
         ),
         kernel("torch.quant:quant_linear", prepare="torch.quant:prepare_linear", dequantises=True),
     ),
     # aiter's product rounds to the type of the weights first for shapes that it has not tuned.
     "logits": (
         invariant("native.linear:logits"),
-        invariant("triton.linear:logits", "triton.linear:refuses_logits", note=wide_product),
+        invariant(
+            "triton.products.linear:logits",
+            "triton.products.linear:refuses_logits",
+            note=wide_product,
+        ),
         kernel("torch.linear:logits", "torch.linear:refuses_logits"),
     ),
     # Both read what the one `prepare` of an implementation makes.
@@ -69,8 +73,8 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             dequantises=True,
         ),
         invariant(
-            "triton.linear:quant_logits",
-            "triton.linear:refuses_logits",
+            "triton.products.linear:quant_logits",
+            "triton.products.linear:refuses_logits",
             prepare="torch.quant:prepare_linear",
             note=wide_product,
             dequantises=True,
@@ -85,7 +89,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "quant_embedding": (
         invariant("native.quant_embedding:quant_embedding", "native.quant_pack:refuses"),
         invariant("native.quant:dense_embedding", dequantises=True),
-        invariant("triton.linear:quant_embedding", "triton.linear:refuses"),
+        invariant("triton.products.linear:quant_embedding", "triton.products.linear:refuses"),
         invariant("torch.quant:quant_embedding"),
     ),
     "rms_norm": (
@@ -109,12 +113,16 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("torch.elementwise:rms_norm_beside", note=one_by_one),
     ),
     "add_rms_norm_quantise": (
-        invariant("triton.norm_quantise:add_rms_norm_quantise", "triton.norm_quantise:refuses_add"),
+        invariant(
+            "triton.products.norm_quantise:add_rms_norm_quantise",
+            "triton.products.norm_quantise:refuses_add",
+        ),
         invariant("torch.elementwise:add_rms_norm_quantise", note=unrounded),
     ),
     "rms_norm_pair_quantise": (
         invariant(
-            "triton.norm_quantise:rms_norm_pair_quantise", "triton.norm_quantise:refuses_pair"
+            "triton.products.norm_quantise:rms_norm_pair_quantise",
+            "triton.products.norm_quantise:refuses_pair",
         ),
         invariant("torch.elementwise:rms_norm_pair_quantise", note=unrounded),
     ),
@@ -155,15 +163,19 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         kernel("aiter.cache_write:kv_cache_write_packed", "packed_cache:refuses_packed", PACKED),
         kernel("aiter.cache_write:kv_cache_write", "aiter.cache_write:refuses_plain"),
         invariant("native.attention:kv_cache_write", "native.attention:refuses"),
-        invariant("triton.cache_write:kv_cache_write", "triton.support:refuses_storage"),
+        invariant("triton.attention.cache_write:kv_cache_write", "triton.support:refuses_storage"),
         invariant("torch.attention:kv_cache_write"),
     ),
     # Packed if possible. The one of torch calls its parts, whatever the layout is.
     "rope_and_cache": (
         invariant(
-            "triton.rope_cache:rope_and_cache_packed", "triton.rope_cache:refuses_packed", PACKED
+            "triton.attention.rope_cache:rope_and_cache_packed",
+            "triton.attention.rope_cache:refuses_packed",
+            PACKED,
         ),
-        invariant("triton.rope_cache:rope_and_cache", "triton.rope_cache:refuses"),
+        invariant(
+            "triton.attention.rope_cache:rope_and_cache", "triton.attention.rope_cache:refuses"
+        ),
         invariant(
             "torch.attention:rope_and_cache",
             "packed_cache:refuses_packed",
@@ -177,32 +189,47 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         kernel("aiter.attention:paged_attention", "aiter.attention:refuses_decode"),
         kernel("gluon.paged_attention:paged_attention", "gluon.paged_attention:refuses"),
         invariant("native.attention:paged_attention", "native.attention:refuses"),
-        kernel("triton.paged_attention:paged_attention", "triton.flash:refuses"),
-        invariant("triton.invariant_attention:paged_attention", "triton.flash:refuses"),
+        kernel(
+            "triton.attention.paged_attention:paged_attention", "triton.attention.flash:refuses"
+        ),
+        invariant(
+            "triton.attention.invariant_attention:paged_attention", "triton.attention.flash:refuses"
+        ),
         kernel("torch.attention:paged_attention"),
     ),
     "block_attention": (
         invariant("native.attention:block_attention", "native.attention:refuses"),
-        kernel("triton.paged_attention:block_attention", "triton.flash:refuses"),
-        invariant("triton.invariant_attention:block_attention", "triton.flash:refuses"),
+        kernel(
+            "triton.attention.paged_attention:block_attention", "triton.attention.flash:refuses"
+        ),
+        invariant(
+            "triton.attention.invariant_attention:block_attention", "triton.attention.flash:refuses"
+        ),
         kernel("torch.attention:block_attention"),
     ),
     "prefill_attention": (
         kernel("aiter.attention:prefill_attention_packed", "packed_cache:refuses_packed", PACKED),
         kernel("aiter.attention:prefill_attention", "aiter.attention:refuses_prefill"),
         invariant("native.attention:paged_attention", "native.attention:refuses"),
-        kernel("triton.prefill_attention:prefill_attention", "triton.flash:refuses"),
-        invariant("triton.invariant_attention:prefill_attention", "triton.flash:refuses"),
+        kernel(
+            "triton.attention.prefill_attention:prefill_attention", "triton.attention.flash:refuses"
+        ),
+        invariant(
+            "triton.attention.invariant_attention:prefill_attention",
+            "triton.attention.flash:refuses",
+        ),
         kernel("torch.attention:paged_attention"),
     ),
     "mla_cache_write": (
         kernel("aiter.cache_write:mla_cache_write", "aiter.cache_write:refuses_latent"),
         invariant("native.mla:mla_cache_write", "native.mla:refuses_storage"),
-        invariant("triton.mla_cache_write:mla_cache_write", "triton.support:refuses_storage"),
+        invariant("triton.mla.mla_cache_write:mla_cache_write", "triton.support:refuses_storage"),
         invariant("torch.mla:mla_cache_write"),
     ),
     "mla_rope_and_cache": (
-        invariant("triton.mla_rope_cache:mla_rope_and_cache", "triton.mla_rope_cache:refuses"),
+        invariant(
+            "triton.mla.mla_rope_cache:mla_rope_and_cache", "triton.mla.mla_rope_cache:refuses"
+        ),
         invariant("torch.mla:mla_rope_and_cache", note=one_by_one),
     ),
     "mla_write_and_decode": (
@@ -213,21 +240,21 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         kernel("aiter.mla:mla_decode", "aiter.mla:refuses_decode"),
         kernel("flash_mla.decode:mla_decode", "flash_mla.decode:refuses"),
         invariant("native.mla:mla_attention", "native.mla:refuses"),
-        kernel("triton.mla_decode:mla_decode", "triton.mla_decode:refuses"),
-        invariant("triton.invariant_mla:mla_decode", "triton.mla_decode:refuses"),
+        kernel("triton.mla.mla_decode:mla_decode", "triton.mla.mla_decode:refuses"),
+        invariant("triton.mla.invariant_mla:mla_decode", "triton.mla.mla_decode:refuses"),
         kernel("torch.mla:mla_attention"),
     ),
     "mla_prefill": (
         kernel("aiter.mla_prefill:mla_prefill", "aiter.mla_prefill:refuses"),
         invariant("native.mla:mla_attention", "native.mla:refuses"),
-        kernel("triton.mla_prefill:mla_prefill", "triton.mla_decode:refuses"),
-        invariant("triton.invariant_mla:mla_prefill", "triton.mla_decode:refuses"),
+        kernel("triton.mla.mla_prefill:mla_prefill", "triton.mla.mla_decode:refuses"),
+        invariant("triton.mla.invariant_mla:mla_prefill", "triton.mla.mla_decode:refuses"),
         kernel("torch.mla:mla_attention"),
     ),
     "moe_route": (
         kernel("aiter.moe:moe_route", "aiter.moe:refuses_route"),
         invariant("native.moe:moe_route", "native.moe:refuses_route"),
-        invariant("triton.moe_route:moe_route", "triton.moe_route:refuses"),
+        invariant("triton.products.moe_route:moe_route", "triton.products.moe_route:refuses"),
         kernel("torch.moe:moe_route"),
     ),
     "moe_experts": (
@@ -239,11 +266,13 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         ),
         invariant("native.moe:moe_experts"),
         kernel(
-            "triton.moe_experts:moe_experts",
-            "triton.moe_align:refuses",
-            into="triton.moe_experts:moe_experts_into",
+            "triton.products.moe_experts:moe_experts",
+            "triton.products.moe_align:refuses",
+            into="triton.products.moe_experts:moe_experts_into",
         ),
-        invariant("triton.invariant_experts:moe_experts", "triton.moe_align:refuses"),
+        invariant(
+            "triton.products.invariant_experts:moe_experts", "triton.products.moe_align:refuses"
+        ),
         kernel("torch.moe:moe_experts"),
     ),
     "quant_experts": (
@@ -265,20 +294,20 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             dequantises=True,
         ),
         kernel(
-            "triton.quant_experts:quant_experts",
-            "triton.quant_experts:refuses",
-            prepare="triton.quant_experts:prepare",
-            note=lambda query: find("triton.quant_layout:note")(query),
-            takes_rounded="triton.quant_inputs:takes_rounded",
+            "triton.products.quant_experts:quant_experts",
+            "triton.products.quant_experts:refuses",
+            prepare="triton.products.quant_experts:prepare",
+            note=lambda query: find("triton.products.quant_layout:note")(query),
+            takes_rounded="triton.products.quant_inputs:takes_rounded",
             takes_plain=True,
-            into="triton.quant_experts:quant_experts_into",
+            into="triton.products.quant_experts:quant_experts_into",
         ),
         invariant(
-            "triton.invariant_experts:quant_experts",
-            "triton.quant_experts:refuses",
-            prepare="triton.quant_experts:prepare",
-            note=lambda query: find("triton.quant_layout:note")(query),
-            takes_rounded="triton.quant_inputs:takes_rounded",
+            "triton.products.invariant_experts:quant_experts",
+            "triton.products.quant_experts:refuses",
+            prepare="triton.products.quant_experts:prepare",
+            note=lambda query: find("triton.products.quant_layout:note")(query),
+            takes_rounded="triton.products.quant_inputs:takes_rounded",
             takes_plain=True,
         ),
         kernel(
@@ -299,15 +328,15 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "argmax": (
         invariant("native.sampling:argmax"),
-        invariant("triton.argmax:argmax", "triton.argmax:refuses"),
+        invariant("triton.sampling.argmax:argmax", "triton.sampling.argmax:refuses"),
         invariant("torch.sampling:argmax"),
     ),
     "largest_pair": (
-        invariant("triton.argmax:largest_pair", "triton.argmax:refuses"),
+        invariant("triton.sampling.argmax:largest_pair", "triton.sampling.argmax:refuses"),
         invariant("torch.sampling:largest_pair"),
     ),
     "largest_of_pairs": (
-        invariant("triton.argmax:largest_of_pairs"),
+        invariant("triton.sampling.argmax:largest_of_pairs"),
         invariant("torch.sampling:largest_of_pairs"),
     ),
     "sampling_options": (
@@ -317,45 +346,49 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "choose_tokens": (
         invariant("native.sampling:choose_tokens"),
-        invariant("triton.choose_tokens:choose_tokens", "triton.choose_tokens:refuses"),
+        invariant(
+            "triton.sampling.choose_tokens:choose_tokens", "triton.sampling.choose_tokens:refuses"
+        ),
         kernel("torch.sampling:choose_tokens"),
     ),
     "choose_drafts": (
         invariant("native.sampling:choose_drafts"),
-        invariant("triton.choose_drafts:choose_drafts", "triton.choose_tokens:refuses"),
+        invariant(
+            "triton.sampling.choose_drafts:choose_drafts", "triton.sampling.choose_tokens:refuses"
+        ),
         kernel("torch.draft_choice:choose_drafts"),
     ),
     "mask_tokens": (
         invariant("native.sampling:mask_tokens"),
-        invariant("triton.mask_tokens:mask_tokens"),
+        invariant("triton.sampling.mask_tokens:mask_tokens"),
         invariant("torch.sampling:mask_tokens"),
     ),
     "verify_drafts": (
         invariant("native.speculation:verify_drafts"),
-        invariant("triton.speculation:verify_drafts"),
+        invariant("triton.sampling.speculation:verify_drafts"),
         invariant("torch.speculation:verify_drafts"),
     ),
     "place_samples": (
         invariant("native.speculation:place_samples"),
-        invariant("triton.speculation:place_samples"),
+        invariant("triton.sampling.speculation:place_samples"),
         invariant("torch.speculation:place_samples"),
     ),
     "advance_drafts": (
         invariant("native.speculation:advance_drafts"),
-        invariant("triton.speculation:advance_drafts"),
+        invariant("triton.sampling.speculation:advance_drafts"),
         invariant("torch.speculation:advance_drafts"),
     ),
     "place_blocks": (
         invariant("native.speculation:place_blocks"),
-        invariant("triton.speculation:place_blocks"),
+        invariant("triton.sampling.speculation:place_blocks"),
         invariant("torch.speculation:place_blocks"),
     ),
     "take_carried": (
-        invariant("triton.carried:take_carried"),
+        invariant("triton.sampling.carried:take_carried"),
         invariant("torch.carried:take_carried"),
     ),
     "leave_carried": (
-        invariant("triton.carried:leave_carried"),
+        invariant("triton.sampling.carried:leave_carried"),
         invariant("torch.carried:leave_carried"),
     ),
 }

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from atom.model_ops.kernels.triton.quant_layout import refuses_tiles
+from atom.model_ops.kernels.triton.products.quant_layout import refuses_tiles
 from atom.model_ops.quant.weights import (
     QuantWeights,
     WeightFormat,

@@ -34,7 +34,7 @@ AUX = (0, 2, 3)
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Norms and quantised products run as interpreted kernels; those that quantise are counted."""
-    from atom.model_ops.kernels.triton import norm_quantise
+    from atom.model_ops.kernels.triton.products import norm_quantise
 
     counted: Counter[str] = Counter()
     for op in (*NORMS, "QUANT_LINEAR"):

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from aot_case import Case, decode_metadata, pool
 
-from atom.model_ops.kernels.triton.list_slots import list_slots
-from atom.model_ops.kernels.triton.mla_absorb import NewLatents, absorb
+from atom.model_ops.kernels.triton.attention.list_slots import list_slots
+from atom.model_ops.kernels.triton.mla.mla_absorb import NewLatents, absorb
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import Implementation, OpQuery
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from aot_case import Case
 
-from atom.model_ops.kernels.triton.moe_align import moe_align
+from atom.model_ops.kernels.triton.products.moe_align import moe_align
 from atom.model_ops.registry import Implementation, OpQuery
 from atom.model_ops.routing import Routing
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from aot_case import Case
 
-from atom.model_ops.kernels.triton.quant_layout import prepare_tiles
+from atom.model_ops.kernels.triton.products.quant_layout import prepare_tiles
 from atom.model_ops.quant.rounding import InputRounding
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_triton_attention import metadata_of, random_cache, reference
 
 from atom.model_ops.kernels.gluon import paged_attention as gluon
-from atom.model_ops.kernels.triton.paged_attention import num_splits
+from atom.model_ops.kernels.triton.attention.paged_attention import num_splits
 from atom.model_ops.metadata import KVCacheTensor
 from atom.platform import current_platform
 

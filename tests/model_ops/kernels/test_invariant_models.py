@@ -61,7 +61,7 @@ def test_a_request_has_the_same_bits_alone_and_with_drafts_beside_another(
         pytest.skip("where there is a GPU, Triton is not interpreted")
     from interpreter import ordered_products
 
-    monkeypatch.setattr("atom.model_ops.kernels.triton.fixed_splits.SPLIT_KEYS", 16)
+    monkeypatch.setattr("atom.model_ops.kernels.triton.attention.fixed_splits.SPLIT_KEYS", 16)
     target, draft = write_models(kind, tmp_path, byte_level_tokenizer)
     drafts = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": 2}
     with tables(monkeypatch, cpu_platform(), ("triton", "torch")) as built, ordered_products():

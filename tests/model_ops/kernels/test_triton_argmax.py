@@ -9,7 +9,7 @@ import torch
 from same_numbers import check, random
 
 from atom.model_ops.kernels.torch import sampling as torch_ops
-from atom.model_ops.kernels.triton import argmax as triton_ops
+from atom.model_ops.kernels.triton.sampling import argmax as triton_ops
 from atom.model_ops.registry import OpQuery
 from atom.platform import Platform
 

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.model_ops.kernels.triton import prefill_attention as prefill_module
-from atom.model_ops.kernels.triton.cache_write import kv_cache_write
-from atom.model_ops.kernels.triton.flash import refuses
-from atom.model_ops.kernels.triton.paged_attention import attend as paged_attend
-from atom.model_ops.kernels.triton.paged_attention import num_splits, paged_attention
-from atom.model_ops.kernels.triton.prefill_attention import prefill_attention
+from atom.model_ops.kernels.triton.attention import prefill_attention as prefill_module
+from atom.model_ops.kernels.triton.attention.cache_write import kv_cache_write
+from atom.model_ops.kernels.triton.attention.flash import refuses
+from atom.model_ops.kernels.triton.attention.paged_attention import attend as paged_attend
+from atom.model_ops.kernels.triton.attention.paged_attention import num_splits, paged_attention
+from atom.model_ops.kernels.triton.attention.prefill_attention import prefill_attention
 from atom.model_ops.kernels.triton.support import refuses_storage
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery

@@ -9,7 +9,7 @@ import torch
 
 from atom.model_ops.kernels.torch import carried as torch_ops
 from atom.model_ops.kernels.torch.carried import CarriedInputs, CarriedTokens
-from atom.model_ops.kernels.triton import carried as triton_ops
+from atom.model_ops.kernels.triton.sampling import carried as triton_ops
 
 OPS = pytest.mark.parametrize("ops", [torch_ops, triton_ops], ids=["torch", "triton"])
 BLOCK_SIZE = 4

@@ -17,24 +17,20 @@ from aot_case import PLATFORMS
 from model_ops.batches import Part, attention_metadata
 
 from atom.environment import triton_is_interpreted
-from atom.model_ops.kernels.triton import (
-    activation,
-    fixed_splits,
-    invariant_attention,
+from atom.model_ops.kernels.triton import activation, rms_norm
+from atom.model_ops.kernels.triton.attention import fixed_splits, invariant_attention, rope_cache
+from atom.model_ops.kernels.triton.mla import invariant_mla, mla_rope_cache
+from atom.model_ops.kernels.triton.products import (
     invariant_experts,
-    invariant_mla,
     linear,
-    mla_rope_cache,
     moe_experts,
     moe_splits,
     norm_quantise,
     quant_experts,
     quant_splits,
-    rms_norm,
-    rope_cache,
 )
-from atom.model_ops.kernels.triton.moe_route import moe_route
-from atom.model_ops.kernels.triton.quant_layout import prepare_tiles
+from atom.model_ops.kernels.triton.products.moe_route import moe_route
+from atom.model_ops.kernels.triton.products.quant_layout import prepare_tiles
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.model_ops.quant.rounding import InputRounding
 from atom.model_ops.quant.weights import Activations

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atom.model_ops.kernels.torch import moe as torch_moe
-from atom.model_ops.kernels.triton import moe_align as align_module
-from atom.model_ops.kernels.triton import moe_experts
-from atom.model_ops.kernels.triton.moe_align import max_blocks, moe_align
-from atom.model_ops.kernels.triton.moe_experts import (
+from atom.model_ops.kernels.triton.products import moe_align as align_module
+from atom.model_ops.kernels.triton.products import moe_experts
+from atom.model_ops.kernels.triton.products.moe_align import max_blocks, moe_align
+from atom.model_ops.kernels.triton.products.moe_experts import (
     Tiles,
     choose_block_m,
     choose_tiles,
 )
-from atom.model_ops.kernels.triton.moe_route import moe_route, refuses
-from atom.model_ops.kernels.triton.moe_splits import choose_splits
+from atom.model_ops.kernels.triton.products.moe_route import moe_route, refuses
+from atom.model_ops.kernels.triton.products.moe_splits import choose_splits
 from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
 from atom.platform import cpu_platform, current_platform

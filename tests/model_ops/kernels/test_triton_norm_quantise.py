@@ -22,15 +22,16 @@ from atom.model_ops.kernels.aiter.quant import (
     MXFP4,
 )
 from atom.model_ops.kernels.aiter.quant_linear import takes_rounded
-from atom.model_ops.kernels.triton import quant_linear, rms_norm
-from atom.model_ops.kernels.triton.norm_quantise import (
+from atom.model_ops.kernels.triton import rms_norm
+from atom.model_ops.kernels.triton.products import quant_linear
+from atom.model_ops.kernels.triton.products.norm_quantise import (
     add_rms_norm_quantise,
     refuses_add,
     refuses_pair,
     rms_norm_pair_quantise,
 )
-from atom.model_ops.kernels.triton.quant_layout import prepare_tiles
-from atom.model_ops.kernels.triton.quantise import round_rows
+from atom.model_ops.kernels.triton.products.quant_layout import prepare_tiles
+from atom.model_ops.kernels.triton.products.quantise import round_rows
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm
 from atom.model_ops.linear import ReplicatedLinear

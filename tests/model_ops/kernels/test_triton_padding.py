@@ -14,10 +14,11 @@ from test_triton_attention import metadata_of, random_cache
 from atom.model_ops.kernels.gluon import paged_attention as gluon
 from atom.model_ops.kernels.torch import attention as torch_heads
 from atom.model_ops.kernels.torch import mla as torch_mla
-from atom.model_ops.kernels.triton import invariant_attention, invariant_mla
-from atom.model_ops.kernels.triton import mla_decode as decode_module
-from atom.model_ops.kernels.triton.mla_decode import mla_decode
-from atom.model_ops.kernels.triton.paged_attention import attend
+from atom.model_ops.kernels.triton.attention import invariant_attention
+from atom.model_ops.kernels.triton.attention.paged_attention import attend
+from atom.model_ops.kernels.triton.mla import invariant_mla
+from atom.model_ops.kernels.triton.mla import mla_decode as decode_module
+from atom.model_ops.kernels.triton.mla.mla_decode import mla_decode
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.platform import current_platform
 
@@ -64,8 +65,10 @@ def gluon_attention(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> At
 def test_heads(
     name: str, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atom.model_ops.kernels.triton.paged_attention._SHORTEST_SPLIT", 16)
-    monkeypatch.setattr("atom.model_ops.kernels.triton.fixed_splits.SPLIT_KEYS", 64)
+    monkeypatch.setattr(
+        "atom.model_ops.kernels.triton.attention.paged_attention._SHORTEST_SPLIT", 16
+    )
+    monkeypatch.setattr("atom.model_ops.kernels.triton.attention.fixed_splits.SPLIT_KEYS", 64)
     ops: dict[str, Callable[[], Attend]] = {
         "torch": lambda: torch_heads.paged_attention,
         "one split": lambda: partial(attend, ONE_UNIT),
@@ -84,7 +87,7 @@ def test_heads(
 def test_latents(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_module, "num_splits", lambda *_: 4 if name == "splits" else 1)
     monkeypatch.setattr(decode_module, "_LEAST_KEYS", 16)
-    monkeypatch.setattr("atom.model_ops.kernels.triton.fixed_splits.SPLIT_KEYS", 64)
+    monkeypatch.setattr("atom.model_ops.kernels.triton.attention.fixed_splits.SPLIT_KEYS", 64)
     ops: dict[str, Attend] = {
         "torch": torch_mla.mla_attention,
         "fixed splits": partial(

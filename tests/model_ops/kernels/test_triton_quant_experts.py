@@ -9,9 +9,9 @@ import torch
 
 from atom.model_ops.kernels.torch import quant as reference
 from atom.model_ops.kernels.torch.elementwise import silu_and_mul
-from atom.model_ops.kernels.triton import moe_experts, quant_experts
-from atom.model_ops.kernels.triton.quant_layout import PART, note, prepare_tiles
-from atom.model_ops.kernels.triton.quantise import round_rows
+from atom.model_ops.kernels.triton.products import moe_experts, quant_experts
+from atom.model_ops.kernels.triton.products.quant_layout import PART, note, prepare_tiles
+from atom.model_ops.kernels.triton.products.quantise import round_rows
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery
 from atom.platform import Platform, cpu_platform, current_platform

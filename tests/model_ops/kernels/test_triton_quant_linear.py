@@ -11,16 +11,16 @@ from aot_case import PLATFORMS
 
 from atom.model_ops.kernels.torch import quant as torch_quant
 from atom.model_ops.kernels.torch.quantise import requantise
-from atom.model_ops.kernels.triton import quant_linear, quant_splits
-from atom.model_ops.kernels.triton.quant_inputs import limit_within
-from atom.model_ops.kernels.triton.quant_layout import (
+from atom.model_ops.kernels.triton.products import quant_linear, quant_splits
+from atom.model_ops.kernels.triton.products.quant_inputs import limit_within
+from atom.model_ops.kernels.triton.products.quant_layout import (
     TileWeights,
     choose_way,
     prepare_tiles,
     split_halves,
 )
-from atom.model_ops.kernels.triton.quant_splits import choose_splits, choose_tiles
-from atom.model_ops.kernels.triton.quantise import largest_code, round_rows
+from atom.model_ops.kernels.triton.products.quant_splits import choose_splits, choose_tiles
+from atom.model_ops.kernels.triton.products.quantise import largest_code, round_rows
 from atom.model_ops.ops import OPS
 from atom.model_ops.quant.weights import (
     Activations,

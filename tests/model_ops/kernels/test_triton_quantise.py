@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atom.model_ops.kernels.torch import quantise as reference
-from atom.model_ops.kernels.triton.quantise import refuses_activations, round_rows
+from atom.model_ops.kernels.triton.products.quantise import refuses_activations, round_rows
 from atom.model_ops.quant.rounding import Form, InputRounding
 from atom.model_ops.quant.weights import (
     FP4_VALUES,

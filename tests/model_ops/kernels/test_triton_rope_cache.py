@@ -11,13 +11,13 @@ from test_triton_elementwise import assert_near, random
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.packed_cache import PackedLayout
 from atom.model_ops.kernels.torch import attention, elementwise, mla
-from atom.model_ops.kernels.triton.mla_rope_cache import mla_rope_and_cache
-from atom.model_ops.kernels.triton.rope_cache import (
+from atom.model_ops.kernels.triton.attention.rope_cache import (
     refuses,
     refuses_packed,
     rope_and_cache,
     rope_and_cache_packed,
 )
+from atom.model_ops.kernels.triton.mla.mla_rope_cache import mla_rope_and_cache
 from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpQuery, OpTable

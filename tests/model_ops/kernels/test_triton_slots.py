@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atom.model_ops.kernels.triton.list_slots import _list_slots, list_slots
+from atom.model_ops.kernels.triton.attention.list_slots import _list_slots, list_slots
 
 CONTEXTS = [1, 16, 33, 5, 40]
 LENS = torch.tensor(CONTEXTS, dtype=torch.int32)

@@ -9,7 +9,7 @@ import torch
 from same_numbers import check, random
 
 from atom.model_ops.kernels.torch import speculation as torch_ops
-from atom.model_ops.kernels.triton import speculation as triton_ops
+from atom.model_ops.kernels.triton.sampling import speculation as triton_ops
 
 # More sequences than one program has, and fewer.
 COUNTS = pytest.mark.parametrize("count", [1, 5, 33, 200])

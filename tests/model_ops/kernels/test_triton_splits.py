@@ -9,8 +9,8 @@ import torch
 from test_triton_moe import problem, tiles_on
 from test_triton_quant_linear import IN_CODES, WEIGHT_ONLY, platforms_on, random_weights
 
-from atom.model_ops.kernels.triton import linear, moe_experts, quant_linear, quant_splits
-from atom.model_ops.kernels.triton.quant_layout import prepare_tiles
+from atom.model_ops.kernels.triton.products import linear, moe_experts, quant_linear, quant_splits
+from atom.model_ops.kernels.triton.products.quant_layout import prepare_tiles
 from atom.model_ops.kernels.triton.splits import arrivals
 from atom.model_ops.quant.weights import WeightFormat
 

@@ -29,9 +29,9 @@ from atom.model_ops.kernels.aiter.support import (
 )
 from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.kernels.torch.mla import Decode, RotateAndWrite
-from atom.model_ops.kernels.triton.list_slots import list_slots
-from atom.model_ops.kernels.triton.mla_absorb import NewLatents, absorb
-from atom.model_ops.kernels.triton.mla_decode import mla_decode as triton_decode
+from atom.model_ops.kernels.triton.attention.list_slots import list_slots
+from atom.model_ops.kernels.triton.mla.mla_absorb import NewLatents, absorb
+from atom.model_ops.kernels.triton.mla.mla_decode import mla_decode as triton_decode
 from atom.model_ops.kernels.triton.support import refuses_parts
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery

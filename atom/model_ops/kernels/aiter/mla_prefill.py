@@ -21,7 +21,7 @@ from atom.model_ops.kernels.aiter.support import refuses_storage, requires
 from atom.model_ops.kernels.packed_cache import FLASH_ATTENTION
 from atom.model_ops.kernels.probe import function
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
-from atom.model_ops.kernels.triton.list_slots import list_slots
+from atom.model_ops.kernels.triton.attention.list_slots import list_slots
 from atom.model_ops.metadata import MOST_EXPANDED_TOKENS, AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 

@@ -26,9 +26,9 @@ from atom.model_ops.kernels.aiter.quant import (
 from atom.model_ops.kernels.aiter.shuffle import SHUFFLE, refuses_shuffle, shuffle
 from atom.model_ops.kernels.aiter.support import bounded, requires
 from atom.model_ops.kernels.probe import EntryPoint, function
-from atom.model_ops.kernels.triton.quant_inputs import limit_within
-from atom.model_ops.kernels.triton.quant_layout import TileWeights
-from atom.model_ops.kernels.triton.quant_linear import quant_linear as triton_linear
+from atom.model_ops.kernels.triton.products.quant_inputs import limit_within
+from atom.model_ops.kernels.triton.products.quant_layout import TileWeights
+from atom.model_ops.kernels.triton.products.quant_linear import quant_linear as triton_linear
 from atom.model_ops.quant.rounding import InputRounding, QuantInputs, Rows
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery

@@ -18,8 +18,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from atom.model_ops.kernels.triton.flash import cache_arguments, describe
-from atom.model_ops.kernels.triton.paged_attention import (
+from atom.model_ops.kernels.triton.attention.flash import cache_arguments, describe
+from atom.model_ops.kernels.triton.attention.paged_attention import (
     launch_in_parts,
     num_splits,
     visible_keys,

@@ -1,0 +1,78 @@
+"""Paged attention whose queries have the same bits in every batch, for `--batch-invariant`.
+
+A query of a prompt, of a verified draft and of a decoding sequence goes through the same kernels
+(`fixed_splits`). It is one op for all lengths by its arithmetic, but two functions: of a step with
+both kinds, sequences of few and of many queries are launched apart, so that a few long ones do not
+size the grid of all.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from atom.model_ops.kernels.triton.attention.fixed_splits import in_rounds, num_seen_splits
+from atom.model_ops.kernels.triton.attention.paged_attention import attend_fixed_splits
+from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d], any lengths.
+
+    The last query of a sequence sits at the last position of its context; the result of a query
+    without visible keys is zero.
+
+    Raises:
+        ValueError: when the tensors do not fit together.
+    """
+    return _attend(q, kv_cache, metadata, scale, sliding_window, causal=True)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """`paged_attention`."""
+    return _attend(q, kv_cache, metadata, scale, sliding_window, causal=True)
+
+
+def block_attention(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """`paged_attention` whose queries see the keys after them, too."""
+    return _attend(q, kv_cache, metadata, scale, sliding_window, causal=False)
+
+
+def _attend(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+    causal: bool,
+) -> torch.Tensor:
+    visit = partial(
+        attend_fixed_splits,
+        q=q,
+        kv_cache=kv_cache,
+        metadata=metadata,
+        scale=scale,
+        sliding_window=sliding_window,
+        causal=causal,
+    )
+    splits = num_seen_splits(metadata.max_context_len, sliding_window, metadata.max_seqlen_q)
+    return in_rounds(visit, splits, q.new_empty(q.shape))
