@@ -85,7 +85,7 @@ def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
 
 def choose_drafts(
     scores: torch.Tensor,
-    race: SamplingMetadata,
+    metadata: SamplingMetadata,
     token_ids: torch.Tensor | None,
     scale: float,
     ahead: int,
@@ -108,7 +108,7 @@ def choose_drafts(
     confidences = scores.new_empty(num_rows) if confident else None
     addresses = (
         scores.data_ptr(),
-        *_addresses(race, num_rows),
+        *_addresses(metadata, num_rows),
         0 if token_ids is None else token_ids.data_ptr(),
         drafts.data_ptr(),
         0 if confidences is None else confidences.data_ptr(),

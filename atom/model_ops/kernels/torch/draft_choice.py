@@ -10,7 +10,7 @@ from atom.model_ops.noise import exponential_noise, hash_tokens, row_keys, token
 
 def choose_drafts(
     scores: torch.Tensor,
-    race: SamplingMetadata,
+    metadata: SamplingMetadata,
     token_ids: torch.Tensor | None,
     scale: float,
     ahead: int,
@@ -23,11 +23,11 @@ def choose_drafts(
     argmax. Every row gets some token, also one without a finite score. No host sync.
 
     Args:
-        race: options of the rows; all are greedy without temperatures.
+        metadata: options of the rows; all are greedy without temperatures.
         token_ids: [V] int32, the target's token of each score; None if these are the same. They
             ascend, as do ties.
         scale: of the temperatures.
-        ahead: how far the drafts' positions are beyond `race.positions`.
+        ahead: how far the drafts' positions are beyond `metadata.positions`.
         confident: whether to compute confidences.
 
     Returns:
@@ -41,16 +41,16 @@ def choose_drafts(
     best, winners = scores.max(-1)
     temperature = torch.ones_like(best)
     is_random = torch.zeros_like(best, dtype=torch.bool)
-    if race.temperature is not None:
-        is_random = (race.temperature > 0) & best.isfinite()
+    if metadata.temperature is not None:
+        is_random = (metadata.temperature > 0) & best.isfinite()
         least = torch.finfo(torch.float32).tiny
-        temperature = (race.temperature * scale).clamp(min=least).where(is_random, temperature)
+        temperature = (metadata.temperature * scale).clamp(min=least).where(is_random, temperature)
     weights = ((scores - best[:, None]) / temperature[:, None]).exp()
-    if race.temperature is not None:
-        if race.seeds is None or race.positions is None:
+    if metadata.temperature is not None:
+        if metadata.seeds is None or metadata.positions is None:
             raise ValueError("temperature needs seeds and positions")
-        weights = torch.where(is_random[:, None], filtered(scores, weights, race), weights)
-        keys = row_keys(race.seeds, race.positions + ahead)
+        weights = torch.where(is_random[:, None], filtered(scores, weights, metadata), weights)
+        keys = row_keys(metadata.seeds, metadata.positions + ahead)
         size = scores.shape[-1]
         noise = exponential_noise(keys, _hashes(token_ids, size, scores.device))
         winners = (weights / noise).argmax(-1).where(is_random, winners)
@@ -67,24 +67,26 @@ def _hashes(token_ids: torch.Tensor | None, size: int, device: torch.device) -> 
     return hash_tokens(token_ids)
 
 
-def filtered(scores: torch.Tensor, weights: torch.Tensor, race: SamplingMetadata) -> torch.Tensor:
+def filtered(
+    scores: torch.Tensor, weights: torch.Tensor, metadata: SamplingMetadata
+) -> torch.Tensor:
     """The weights [R, V] of the tokens that min_p, top_k and top_p keep; 0 for others.
 
     Args:
         weights: probabilities relative to each row's most likely token.
     """
-    if race.min_p is not None:
-        weights = weights.masked_fill(weights < race.min_p[:, None], 0.0)
-    if race.top_k is None and race.top_p is None:
+    if metadata.min_p is not None:
+        weights = weights.masked_fill(weights < metadata.min_p[:, None], 0.0)
+    if metadata.top_k is None and metadata.top_p is None:
         return weights
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     mass = weights.gather(-1, order).double()
-    if race.top_k is not None:
+    if metadata.top_k is not None:
         ranks = torch.arange(scores.shape[-1], device=scores.device)
-        mass = mass.masked_fill(ranks >= race.top_k[:, None], 0.0)
+        mass = mass.masked_fill(ranks >= metadata.top_k[:, None], 0.0)
     kept = mass > 0
-    if race.top_p is not None:
+    if metadata.top_p is not None:
         before = mass.cumsum(-1) - mass
-        limit = race.top_p[:, None].double() * mass.sum(-1, keepdim=True)
-        kept &= (before < limit) | (race.top_p >= 1)[:, None]
+        limit = metadata.top_p[:, None].double() * mass.sum(-1, keepdim=True)
+        kept &= (before < limit) | (metadata.top_p >= 1)[:, None]
     return weights.where(torch.zeros_like(kept).scatter_(-1, order, kept), 0.0)

@@ -61,7 +61,7 @@ def _drafts(
 
 def choose_drafts(
     scores: torch.Tensor,
-    race: SamplingMetadata,
+    metadata: SamplingMetadata,
     token_ids: torch.Tensor | None,
     scale: float,
     ahead: int,
@@ -76,13 +76,13 @@ def choose_drafts(
     drafts = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
     confidences = scores.new_empty(num_rows, dtype=torch.float32) if confident else None
     if num_rows:
-        result = run_race(scores, race, token_ids, scale, ahead, confident)
+        result = run_race(scores, metadata, token_ids, scale, ahead, confident)
         _drafts[(num_rows,)](
             result.scores,
             result.winners,
             result.maxima,
             result.sums,
-            drafts if race.temperature is None else race.temperature,
+            drafts if metadata.temperature is None else metadata.temperature,
             drafts if token_ids is None else token_ids,
             drafts,
             drafts if confidences is None else confidences,
@@ -90,7 +90,7 @@ def choose_drafts(
             vocab_size,
             result.num_parts,
             scale,
-            RANDOM=race.temperature is not None,
+            RANDOM=metadata.temperature is not None,
             IDS=token_ids is not None,
             CONFIDENT=confident,
             PARTS=result.num_columns,
