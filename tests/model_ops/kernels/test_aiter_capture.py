@@ -31,6 +31,7 @@ from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCach
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 from atom.model_ops.registry import OpTable
 from atom.model_ops.routing import Routing
+from atom.model_ops.kernels.packed_cache import PACKED_ENTRY_POINTS
 from atom.platform import Platform
 
 BF16 = torch.bfloat16
@@ -53,6 +54,7 @@ def _twice_the_first(*args: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 FUNCTIONS = {
     **dict.fromkeys(ENTRY_POINTS, _like_the_first),
+    **dict.fromkeys((point.name for point in PACKED_ENTRY_POINTS), _like_the_first),
     **{name: _twice_the_first for name in ENTRY_POINTS if name.endswith("_quant_hip")},
     "QuantType": QuantType,
     "ActivationType": ActivationType,
