@@ -28,6 +28,7 @@ from atom.models.config_check import check_config
 from atom.models.config_file import check_regular, is_there, read_json_object
 from atom.models.hf_configs import built_in_config, is_built_in
 from atom.models.model_config import ModelConfig
+from atom.models.registry import known_architecture
 
 # Checkpoints that say that their output head is the embedding, and hold another head.
 
@@ -249,6 +250,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     check_folder(folder)
     path = folder / "config.json"
     raw = read_json_object(path)
+    try:
+        known_architecture(raw.get("architectures"), raw.get("model_type"))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     check_config(raw, str(path))
     return raw
 

@@ -144,6 +144,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("triton.activation:silu_and_mul"),
         kernel("torch.elementwise:silu_and_mul"),
     ),
+    "gelu_and_mul": (invariant("torch.elementwise:gelu_and_mul"),),
     "add": (
         invariant("native.elementwise:add"),
         invariant("torch.elementwise:add"),

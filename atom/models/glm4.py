@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.layernorm import SummedRMSNorm
+from atom.model_ops.layernorm import Sublayer, SummedRMSNorm
 from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import RotaryEmbedding
@@ -27,7 +27,7 @@ class Glm4Attention(LlamaAttention):
 class Glm4DecoderLayer(LlamaDecoderLayer):
     """`post_attention_layernorm` is the one before the MLP."""
 
-    attention_class = Glm4Attention
+    attention_class: ClassVar[type[Sublayer]] = Glm4Attention
     is_whole = True
 
     def __init__(

@@ -78,7 +78,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
         self._logits_scaling: float = config.logits_scaling
 
     @staticmethod
-    def embedding_scale(config: PretrainedConfig) -> float:
+    def embedding_scale(config: PretrainedConfig, context: LayerContext) -> float:
         return float(config.embedding_multiplier)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -50,8 +50,6 @@ class LlamaMLP(Sublayer):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        if config.hidden_act not in SILU:
-            raise ConfigError(f"hidden_act={config.hidden_act!r} is not supported; only silu is")
         sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, sizes, bias, context, f"{prefix}.gate_up_proj"
@@ -59,7 +57,17 @@ class LlamaMLP(Sublayer):
         self.down_proj = RowParallelLinear(
             intermediate_size, config.hidden_size, bias, context, f"{prefix}.down_proj"
         )
-        self.act = SiluAndMul(self.down_proj.in_features, context)
+        self.act = self.create_activation(config, context)
+
+    def create_activation(self, config: PretrainedConfig, context: LayerContext) -> nn.Module:
+        """From [T, gate and up] to [T, size].
+
+        Raises:
+            ConfigError: for an activation that the family does not have.
+        """
+        if config.hidden_act not in SILU:
+            raise ConfigError(f"hidden_act={config.hidden_act!r} is not supported; only silu is")
+        return SiluAndMul(self.down_proj.in_features, context)
 
     @property
     def reader(self) -> LinearBase:
@@ -309,7 +317,7 @@ class LlamaForCausalLM(CausalLM):
             self.layer_class,
             rotaries,
             f"{prefix}model",
-            self.embedding_scale(config),
+            self.embedding_scale(config, context),
         )
         self.lm_head: OutputHead
         if self.tied:
@@ -330,7 +338,7 @@ class LlamaForCausalLM(CausalLM):
         return [self.create_rotary(config, context)] * config.num_hidden_layers
 
     @staticmethod
-    def embedding_scale(config: PretrainedConfig) -> float:
+    def embedding_scale(config: PretrainedConfig, context: LayerContext) -> float:
         """Factor on the embedding's rows."""
         return 1.0
 

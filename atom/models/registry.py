@@ -27,6 +27,11 @@ class _Model:
     model_types: tuple[str, ...]
 
 
+def model_types() -> dict[str, tuple[str, ...]]:
+    """The types of configurations that go with each architecture."""
+    return {name: model.model_types for name, model in _MODELS.items()}
+
+
 _KIMI_K25 = _Model("kimi_k25", "KimiK25ForConditionalGeneration", ("kimi_k25",))
 _MODELS = {
     "LlamaForCausalLM": _Model("llama", "LlamaForCausalLM", ("llama",)),
@@ -47,8 +52,26 @@ _MODELS = {
     "Olmo2ForCausalLM": _Model("olmo2", "Olmo2ForCausalLM", ("olmo2",)),
     "GraniteForCausalLM": _Model("granite", "GraniteForCausalLM", ("granite",)),
     "Phi3ForCausalLM": _Model("phi3", "Phi3ForCausalLM", ("phi3",)),
+    "Gemma3ForCausalLM": _Model("gemma3", "Gemma3ForCausalLM", ("gemma3_text",)),
     "Glm4ForCausalLM": _Model("glm4", "Glm4ForCausalLM", ("glm4",)),
 }
+
+
+def known_architecture(architectures: object, model_type: object) -> str:
+    """The first architecture that has a model class, of those that a `config.json` names.
+
+    Raises:
+        ConfigError: naming them and the supported ones.
+    """
+    listed = architectures if isinstance(architectures, list) else []
+    names = [name for name in listed if isinstance(name, str)]
+    for name in names:
+        if name in _MODELS:
+            return name
+    raise ConfigError(
+        f"architecture {', '.join(names) or '(none given)'} is not supported (type {model_type}); "
+        f"supported are {', '.join(_MODELS)}"
+    )
 
 
 def create_model(config: PretrainedConfig, context: LayerContext) -> CausalLM:
@@ -58,17 +81,11 @@ def create_model(config: PretrainedConfig, context: LayerContext) -> CausalLM:
         ConfigError: naming the architecture and the supported ones, or a model type that
             contradicts it.
     """
-    names = config.architectures or []
-    known = [name for name in names if name in _MODELS]
-    if not known:
-        raise ConfigError(
-            f"architecture {', '.join(names) or '(none given)'} is not supported; supported are "
-            f"{', '.join(_MODELS)}"
-        )
-    model = _MODELS[known[0]]
+    name = known_architecture(config.architectures, config.model_type)
+    model = _MODELS[name]
     if config.model_type not in model.model_types:
         raise ConfigError(
-            f"model_type {config.model_type!r} contradicts architecture {known[0]}, which goes "
+            f"model_type {config.model_type!r} contradicts architecture {name}, which goes "
             f"with {' or '.join(model.model_types)}: another type may compute something else "
             f"(windows, multipliers) from the same weights. Correct config.json, if the model "
             f"is what its architecture says"

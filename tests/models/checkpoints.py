@@ -152,7 +152,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def write_checkpoint(folder: Path, model: PreTrainedModel) -> Checkpoint:
     generator = torch.Generator().manual_seed(1)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if "inv_freq" in name or "vision" in name:
+        if "inv_freq" in name or "vision" in name or "embed_scale" in name:
             continue
         noise = torch.randn(tensor.shape, generator=generator)
         if tensor.dim() > 1:

@@ -83,6 +83,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16},
     ),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+            },
+        },
+    ),
     "glm4": ("Glm4", {"head_dim": 16}),
 }
 
@@ -90,5 +104,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def write_family(name: str, folder: Path, **fields: Any) -> Checkpoint:
     """A checkpoint that transformers saved, and the model that it saved."""
     prefix, own = FAMILIES[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**DENSE, **own, **fields})
+    config_class = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+    config = getattr(transformers, config_class)(**{**DENSE, **own, **fields})
     return write_checkpoint(folder, getattr(transformers, f"{prefix}ForCausalLM")(config))

@@ -46,6 +46,13 @@ _FILES = {
     "phi3": "phi3",
     "phi3-longrope": "phi3",
     "glm4": "glm4",
+    "gemma3_text": "gemma3",
+}
+# What files do not say, llama.cpp knows.
+_IMPLIED: dict[str, dict[str, Any]] = {
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "gemma3_text": {"num_hidden_layers": 6, "layer_types": None, "query_pre_attn_scalar": 16},
 }
 _KEYS = {
     "num_hidden_layers": "block_count",
@@ -86,12 +93,7 @@ def test_logits_are_those_of_the_checkpoint(
     name: str, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     folder = tmp_path / "checkpoint"
-    fields: dict[str, Any] = {"num_hidden_layers": 4} if name == "smollm3" else {}
-    if name == "smollm3":
-        fields["no_rope_layers"] = None
-    if name == "qwen3_moe":
-        fields["norm_topk_prob"] = True
-    checkpoint = write_family(name, folder, **fields)
+    checkpoint = write_family(name, folder, **_IMPLIED.get(name, {}))
     byte_level_tokenizer.save_pretrained(folder)
     path = write_file(tmp_path / "model.gguf", _FILES[name], checkpoint)
     tokens = prompt(24)
@@ -134,6 +136,12 @@ def write_file(
         elif isinstance(value, float):
             writer.add_float32(f"{name}.{key}", value)
     rope = config.rope_parameters
+    if "full_attention" in rope:
+        rope = rope["full_attention"]
+        writer.add_uint32(f"{name}.attention.sliding_window", config.sliding_window)
+    if rope["rope_type"] == "linear":
+        writer.add_string(f"{name}.rope.scaling.type", "linear")
+        writer.add_float32(f"{name}.rope.scaling.factor", rope["factor"])
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_uint32(f"{name}.attention.key_length", size)
     writer.add_uint32(f"{name}.attention.value_length", size)
@@ -175,6 +183,8 @@ def tensors_of(name: str, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
         if config.model_type in _PERMUTED and part in heads:
             split = values.reshape(heads[part], 2, -1, *values.shape[1:])
             values = split.swapaxes(1, 2).reshape(values.shape)
+        if name == "gemma3" and module.endswith("norm.weight"):
+            values = values + 1
         pieces = {module: values}
         if module.endswith("experts.gate_up_proj"):
             stem = module.removesuffix("gate_up_proj")
@@ -183,6 +193,8 @@ def tensors_of(name: str, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
         elif module.endswith("experts.down_proj"):
             pieces = {f"{module}.weight": values}
         for piece, each in pieces.items():
+            if piece == "lm_head.weight" and config.tie_word_embeddings:
+                continue
             stored = names.get_name(piece, try_suffixes=(".weight", ".bias"))
             assert stored is not None, piece
             found[stored] = each[0] if part == "shared_expert_gate" else each

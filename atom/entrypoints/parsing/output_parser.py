@@ -6,12 +6,12 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from atom.entrypoints.parsing.calls.base import ToolFormat
 from atom.entrypoints.parsing.deltas import ChatDelta, DeltaWriter, ParsedMessage
 from atom.entrypoints.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.parsing.reasoning.formats import Channels, Phrases, ThinkTags
 from atom.entrypoints.parsing.text_stream import Markers, Steps, TextStream
 from atom.entrypoints.parsing.tool_parsers import TOOL_PARSERS
-from atom.entrypoints.parsing.tool_parsers.base import ToolFormat
 from atom.entrypoints.parsing.tool_parsers.gpt_oss import GptOss
 
 # Answers that must hold calls and go on repeating one: they end there.

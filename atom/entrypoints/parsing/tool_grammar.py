@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar, tagged
 from atom.entrypoints.parsing.tool_parsers import TOOL_PARSERS
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar, tagged
 from atom.quoting import excerpt, quote
 from atom.structured_output.json_schema import lower_schema, relax_schema
 from atom.structured_output.params import StructuredOutput

@@ -61,6 +61,9 @@ class Architecture:
     constants: fields that no key has.
     pairs: whether rows of queries and keys are stored for a rotation of neighbouring elements.
     is_partial: whether fewer elements of a head may be rotated than it has.
+    window_theta: the base of the rotation of layers with windows, if they have one of their own and
+        no key has it.
+    adds_one: whether norms in the file have the 1 that the checkpoint's are without.
     """
 
     model_class: str
@@ -70,6 +73,8 @@ class Architecture:
     constants: Mapping[str, Any] = field(default_factory=dict)
     pairs: bool = False
     is_partial: bool = False
+    window_theta: float | None = None
+    adds_one: bool = False
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -117,6 +122,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         pairs=True,
     ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            **_ATTENTION,
+            **_QK_NORMS,
+            **_MLP,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        _WINDOW,
+        {"hidden_activation": "gelu_pytorch_tanh"},
+        window_theta=10_000.0,
+        adds_one=True,
+    ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
         "phi3",
@@ -156,3 +178,15 @@ def architecture_of(file: GGUFFile) -> Architecture:
     if name in _WITH_EXPERTS and file.metadata.get(f"{name}.expert_count", int, 0):
         return _WITH_EXPERTS[name]
     return ARCHITECTURES[name]
+
+
+def _names_by_type() -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for table in (ARCHITECTURES, _WITH_EXPERTS):
+        for name, architecture in table.items():
+            found[architecture.model_type] = (*found.get(architecture.model_type, ()), name)
+    return found
+
+
+# What llama.cpp calls the models of a configuration's type.
+GGUF_NAMES: Mapping[str, tuple[str, ...]] = _names_by_type()

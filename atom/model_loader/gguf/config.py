@@ -39,6 +39,7 @@ _KNOWN_KEYS = {
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
     "rope.scaling.attn_factor",
+    "rope.freq_base_swa",
     "vocab_size",
     "tensor_data_layout",
 }
@@ -136,6 +137,8 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
         **architecture.constants,
         **_fields(file, architecture),
     }
+    if architecture.model_type == "gemma3_text":
+        config["query_pre_attn_scalar"] = _gemma3_scalar(config)
     if "blk.0.ffn_gate.bias" in file.tensors:
         config["mlp_bias"] = True
     check_config(config, str(file.path))
@@ -156,6 +159,15 @@ def _fields(file: GGUFFile, architecture: Architecture) -> dict[str, Any]:
     if found.get("sliding_window") == 0:
         found["sliding_window"] = None
     return found
+
+
+def _gemma3_scalar(config: dict[str, Any]) -> int:
+    """The square of the divisor of queries: no key has it, and the model of 62 layers has its own.
+    Source: llama.cpp's `llama-model.cpp`.
+    """
+    if config["num_hidden_layers"] == 62:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
 
 
 def _check_tensors(file: GGUFFile, config: dict[str, Any]) -> None:
@@ -198,7 +210,13 @@ def _rope_parameters(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     """With the part of each head that is rotated, where it is not all."""
     size, rotated = head_sizes(file)
     partial = {} if rotated == size else {"partial_rotary_factor": rotated / size}
-    return {**_scaling(file, config), **partial}
+    parameters = {**_scaling(file, config), **partial}
+    theta = architecture_of(file).window_theta
+    if theta is None:
+        return parameters
+    theta = file.metadata.get(f"{file.architecture}.rope.freq_base_swa", float, theta)
+    local = {"rope_type": "default", "rope_theta": theta}
+    return {"full_attention": parameters, "sliding_attention": local}
 
 
 def _scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:

@@ -45,11 +45,13 @@ class ConvertedTensor:
     name: in the Hugging Face checkpoint.
     interleaved_head_dim: rows per head if the two rotary halves are interleaved row by row; None if
     the rows are in Hugging Face order.
+    subtracted: from each value.
     """
 
     name: str
     source: GGUFTensor
     interleaved_head_dim: int | None
+    subtracted: float = 0.0
 
 
 def plan_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[ConvertedTensor]:
@@ -75,7 +77,8 @@ def plan_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[ConvertedTen
         for part_name, part in _parts(name, tensor, config):
             reordered = architecture.pairs and re.search(r"\.self_attn\.[qk]_proj\.", part_name)
             unit = config["head_dim"] if reordered else None
-            planned.append(ConvertedTensor(part_name, part, unit))
+            subtracted = float(architecture.adds_one and part_name.endswith("norm.weight"))
+            planned.append(ConvertedTensor(part_name, part, unit, subtracted))
     if unknown:
         raise ConfigError(
             f"{file.path}: no {file.architecture} model has the tensors {name_some(unknown)}"
@@ -180,7 +183,7 @@ def read_values(tensor: ConvertedTensor, dtype: torch.dtype) -> Iterator[torch.T
     name = f"{tensor.source.path}: {tensor.source.name}"
     for raw in _read_rows(tensor):
         values = torch.from_numpy(dequantize(raw, tensor.source.kind))
-        yield _narrowed(values, dtype, name)
+        yield _narrowed(values - tensor.subtracted if tensor.subtracted else values, dtype, name)
 
 
 def read_blocks(tensor: ConvertedTensor, part: str) -> Iterator[torch.Tensor]:

@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from atom import StructuredOutput
+from atom.entrypoints.parsing.calls.call_grammar import MAX_CALLS
 from atom.entrypoints.parsing.output_parser import ChatOutputParser
 from atom.entrypoints.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.parsing.tool_grammar import (
@@ -18,7 +19,6 @@ from atom.entrypoints.parsing.tool_grammar import (
     tool_call_grammar,
 )
 from atom.entrypoints.parsing.tool_parsers import TOOL_PARSERS
-from atom.entrypoints.parsing.tool_parsers.call_grammar import MAX_CALLS
 from atom.structured_output.state import is_allowed
 from atom.structured_output.vocabulary import read_vocabulary
 from atom.structured_output.xgrammar_backend import XGrammarBackend

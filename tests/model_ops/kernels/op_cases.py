@@ -73,6 +73,7 @@ def _elementwise() -> list[OpCase]:
         OpCase("rms_norm", (x, weight, 1e-5), {"size": 256}, tolerance=ROUNDED),
         OpCase("add_rms_norm", (x, y, weight, 1e-5), {"size": 256}, tolerance=2 * ROUNDED),
         OpCase("silu_and_mul", (random(5, 512),), {"size": 256}, tolerance=ROUNDED),
+        OpCase("gelu_and_mul", (random(5, 512),), {"size": 256}, tolerance=ROUNDED),
         OpCase("add", (x, y), tolerance=ROUNDED, writes=True),
         OpCase("sigmoid", (random(7).float(),), dtype=torch.float32, tolerance=1e-6),
         OpCase("rope", turned, {"head_dim": 128}, tolerance=ROUNDED),

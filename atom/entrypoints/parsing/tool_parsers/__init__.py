@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atom.entrypoints.parsing.tool_parsers.base import ToolFormat
+from atom.entrypoints.parsing.calls.base import ToolFormat
 from atom.entrypoints.parsing.tool_parsers.deepseek_v3 import DeepseekV3
 from atom.entrypoints.parsing.tool_parsers.deepseek_v31 import DeepseekV31
 from atom.entrypoints.parsing.tool_parsers.glm45 import Glm45

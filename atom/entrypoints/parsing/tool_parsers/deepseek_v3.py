@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 
+from atom.entrypoints.parsing.calls.base import SectionFormat
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar, tagged
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Emit, Markers, Steps, TextStream, ignore
-from atom.entrypoints.parsing.tool_parsers.base import SectionFormat
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar, tagged
 from atom.structured_output.tags import Format, literal, sequence, token
 
 CALL_BEGIN = "<｜tool▁call▁begin｜>"

@@ -5,10 +5,10 @@ Source: the checkpoint's chat template.
 
 from __future__ import annotations
 
+from atom.entrypoints.parsing.calls.base import SectionFormat
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar, tagged
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Steps, TextStream
-from atom.entrypoints.parsing.tool_parsers.base import SectionFormat
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar, tagged
 from atom.structured_output.tags import Format, literal, sequence, token
 
 CALL_BEGIN = "<｜tool▁call▁begin｜>"

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+from atom.entrypoints.parsing.calls.base import ToolFormat
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar, tagged
+from atom.entrypoints.parsing.calls.parameter_grammar import ParameterGrammar
+from atom.entrypoints.parsing.calls.parameter_tags import TaggedValue
+from atom.entrypoints.parsing.calls.typed_arguments import TypedArguments
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Markers, Steps, TextStream
-from atom.entrypoints.parsing.tool_parsers.base import ToolFormat
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar, tagged
-from atom.entrypoints.parsing.tool_parsers.parameter_grammar import ParameterGrammar
-from atom.entrypoints.parsing.tool_parsers.parameter_tags import TaggedValue
-from atom.entrypoints.parsing.tool_parsers.typed_arguments import TypedArguments
 from atom.structured_output.tags import Format, literal, sequence, token
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -5,7 +5,7 @@ Source: the checkpoints' chat templates. What reads GLM 4.5's calls reads these.
 
 from __future__ import annotations
 
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar
 from atom.entrypoints.parsing.tool_parsers.glm45 import Glm45, glm_call
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 
+from atom.entrypoints.parsing.calls.base import ToolFormat, Tools
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Steps, TextStream
-from atom.entrypoints.parsing.tool_parsers.base import ToolFormat, Tools
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar
 from atom.structured_output.tags import Format, literal, one_of, sequence, token
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 
+from atom.entrypoints.parsing.calls.base import ToolFormat
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar, tagged
+from atom.entrypoints.parsing.calls.json_call import JsonCall, read_call_list
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Steps, TextStream
-from atom.entrypoints.parsing.tool_parsers.base import ToolFormat
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar, tagged
-from atom.entrypoints.parsing.tool_parsers.json_call import JsonCall, read_call_list
 from atom.structured_output.tags import Format, literal, sequence
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from atom.entrypoints.parsing.calls.base import SectionFormat, Tools
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar, tagged
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Steps, TextStream
-from atom.entrypoints.parsing.tool_parsers.base import SectionFormat, Tools
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar, tagged
 from atom.quoting import quote
 from atom.structured_output.tags import Format, literal, sequence, token
 

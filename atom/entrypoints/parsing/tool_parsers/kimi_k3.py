@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 
+from atom.entrypoints.parsing.calls.base import ToolFormat
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar
+from atom.entrypoints.parsing.calls.parameter_grammar import ParameterGrammar
+from atom.entrypoints.parsing.calls.parameter_tags import TaggedValue
+from atom.entrypoints.parsing.calls.typed_arguments import TypedArguments
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Markers, Steps, TextStream, ignore
-from atom.entrypoints.parsing.tool_parsers.base import ToolFormat
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar
-from atom.entrypoints.parsing.tool_parsers.parameter_grammar import ParameterGrammar
-from atom.entrypoints.parsing.tool_parsers.parameter_tags import TaggedValue
-from atom.entrypoints.parsing.tool_parsers.typed_arguments import TypedArguments
 from atom.structured_output.tags import Format, literal, sequence, token
 
 OPEN, CLOSE, SEP, END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"

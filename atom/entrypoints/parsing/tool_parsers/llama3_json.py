@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 
+from atom.entrypoints.parsing.calls.base import ToolFormat
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar
+from atom.entrypoints.parsing.calls.json_call import ARGUMENT_KEYS, JsonCall
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Markers, Steps, TextStream
-from atom.entrypoints.parsing.tool_parsers.base import ToolFormat
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar
-from atom.entrypoints.parsing.tool_parsers.json_call import ARGUMENT_KEYS, JsonCall
 from atom.structured_output.tags import Format, literal, sequence
 
 PYTHON_TAG = "<|python_tag|>"

@@ -5,9 +5,9 @@ Source: the checkpoints' chat templates. Values are plain text, typed by the too
 
 from __future__ import annotations
 
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar
-from atom.entrypoints.parsing.tool_parsers.function_tags import FunctionTags
-from atom.entrypoints.parsing.tool_parsers.parameter_grammar import ParameterGrammar
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar
+from atom.entrypoints.parsing.calls.function_tags import FunctionTags
+from atom.entrypoints.parsing.calls.parameter_grammar import ParameterGrammar
 from atom.structured_output.tags import Format, literal, sequence
 
 PARAMETER, END = "<parameter name=", "</parameter>"

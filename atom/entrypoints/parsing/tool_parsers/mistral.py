@@ -9,11 +9,11 @@ import json
 import re
 from typing import ClassVar
 
+from atom.entrypoints.parsing.calls.base import ToolFormat
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar
+from atom.entrypoints.parsing.calls.json_call import JsonValue, read_call_list
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Steps, TextStream
-from atom.entrypoints.parsing.tool_parsers.base import ToolFormat
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar
-from atom.entrypoints.parsing.tool_parsers.json_call import JsonValue, read_call_list
 from atom.structured_output.tags import Format, literal, sequence, token
 
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"

@@ -12,11 +12,11 @@ import math
 import re
 from collections.abc import Mapping
 
+from atom.entrypoints.parsing.calls.base import ToolFormat
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar
+from atom.entrypoints.parsing.calls.typed_arguments import spell
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Steps, TextStream
-from atom.entrypoints.parsing.tool_parsers.base import ToolFormat
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar
-from atom.entrypoints.parsing.tool_parsers.typed_arguments import spell
 from atom.structured_output.tags import Format, literal, one_of, sequence
 
 PYTHON = ("<|python_start|>", "<|python_end|>")

@@ -5,11 +5,11 @@ Source: the checkpoints' chat templates. Values are plain text, typed by the too
 
 from __future__ import annotations
 
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar, tagged
+from atom.entrypoints.parsing.calls.function_tags import FunctionTags
+from atom.entrypoints.parsing.calls.parameter_grammar import ParameterGrammar
+from atom.entrypoints.parsing.calls.parameter_tags import Lines
 from atom.entrypoints.parsing.text_stream import Emit
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar, tagged
-from atom.entrypoints.parsing.tool_parsers.function_tags import FunctionTags
-from atom.entrypoints.parsing.tool_parsers.parameter_grammar import ParameterGrammar
-from atom.entrypoints.parsing.tool_parsers.parameter_tags import Lines
 from atom.structured_output.tags import Format, literal, sequence, token
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

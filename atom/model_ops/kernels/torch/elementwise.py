@@ -125,6 +125,12 @@ def rms_norm_pair_quantise(
     return rms_norm_pair(x, weight, other_weight, eps)
 
 
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """As `silu_and_mul`, with gelu's approximation by tanh."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up

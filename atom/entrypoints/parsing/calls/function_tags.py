@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from atom.entrypoints.parsing.calls.base import ToolFormat, Tools
+from atom.entrypoints.parsing.calls.parameter_tags import TaggedValue
+from atom.entrypoints.parsing.calls.typed_arguments import TypedArguments
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Emit, Markers, Steps, TextStream
-from atom.entrypoints.parsing.tool_parsers.base import ToolFormat, Tools
-from atom.entrypoints.parsing.tool_parsers.parameter_tags import TaggedValue
-from atom.entrypoints.parsing.tool_parsers.typed_arguments import TypedArguments
 
 _NAME_END = Markers((">", "\n"))
 

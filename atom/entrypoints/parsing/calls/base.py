@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from atom.entrypoints.parsing.calls.call_grammar import CallGrammar
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Emit, Markers, Steps, TextStream
-from atom.entrypoints.parsing.tool_parsers.call_grammar import CallGrammar
 
 # The tools of a request: the JSON schema of each one's parameters by its name.
 Tools = Mapping[str, Mapping[str, Any]]

@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from atom.entrypoints.parsing.deltas import DeltaWriter
-from atom.entrypoints.parsing.tool_parsers.parameter_schemas import (
+from atom.entrypoints.parsing.calls.parameter_schemas import (
     ParameterSchemas,
     type_of,
 )
+from atom.entrypoints.parsing.deltas import DeltaWriter
 
 _STRING = frozenset({"string"})
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atom.entrypoints.parsing.tool_parsers.parameter_schemas import type_of
+from atom.entrypoints.parsing.calls.parameter_schemas import type_of
 from atom.structured_output.patterns import PatternError, json_rule
 from atom.structured_output.tags import ANY_OBJECT, Format, literal, one_of, sequence
 

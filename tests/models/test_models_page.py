@@ -1,0 +1,60 @@
+"""The table of `docs/models.md` is what the code serves and what the tests compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.families import FAMILIES
+
+from atom.model_loader.gguf.architectures import GGUF_NAMES
+from atom.models.registry import model_types
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+# Names of families by the first model type of their architecture.
+_NAMES = {
+    "llama": "Llama 2, 3 and what has its architecture",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "mistral": "Mistral",
+    "ministral": "Ministral",
+    "mixtral": "Mixtral",
+    "smollm3": "SmolLM3",
+    "olmo2": "OLMo 2",
+    "granite": "Granite 3 (dense)",
+    "phi3": "Phi-3, Phi-3.5, Phi-4",
+    "glm4": "GLM-4 (dense)",
+    "gemma3_text": "Gemma 3 (text)",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2",
+    "kimi_k25": "Kimi-K2.5, as a text model",
+}
+# Eagle3 drafts that their publishers name for a model of the family.
+_DRAFTS = {
+    "qwen3": "`AngelSlim/Qwen3-8B_eagle3`",
+    "qwen3_moe": "`RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3`, "
+    "`nvidia/Qwen3-235B-A22B-Eagle3`",
+    "deepseek_v3": "MTP inside",
+    "kimi_k25": "`lightseekorg/kimi-k2.5-eagle3`, `AQ-MedAI/Kimi-K25-eagle3`",
+}
+
+
+def rows() -> list[str]:
+    by_types: dict[tuple[str, ...], list[str]] = {}
+    for architecture, types in model_types().items():
+        by_types.setdefault(types, []).append(architecture)
+    lines = ["| family | architecture | GGUF | tests | drafts |", "|---|---|---|---|---|"]
+    for types, architectures in by_types.items():
+        first = types[0]
+        names = ", ".join(f"`{name}`" for name in architectures)
+        gguf = ", ".join(f"`{name}`" for name in GGUF_NAMES.get(first, ())) or "no"
+        grid = any(name.partition("-")[0] == first for name in FAMILIES)
+        tests = "grid" if grid else "logits, engine, drafts"
+        lines.append(f"| {_NAMES[first]} | {names} | {gguf} | {tests} | {_DRAFTS.get(first, '')} |")
+    return lines
+
+
+def test_the_table_is_current() -> None:
+    table = "\n".join(rows())
+    assert table in PAGE.read_text(encoding="utf-8"), f"docs/models.md must have\n{table}"

@@ -1,0 +1,67 @@
+"""Whatever model transformers knows is served, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
+
+from atom.config import ConfigError, ModelOptions
+from atom.model_loader.source import resolve_model
+from atom.model_ops.layer_context import LayerContext
+from atom.models.registry import create_model, model_types
+from atom.platform import cpu_platform
+
+_GENERATING = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# Their defaults are refused by transformers itself.
+_UNCREATABLE = {"gemma4_assistant", "nougat"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(
+            sorted(_GENERATING & set(CONFIG_MAPPING_NAMES) - _UNCREATABLE), id="language models"
+        ),
+        pytest.param(
+            sorted(set(CONFIG_MAPPING_NAMES) - _GENERATING - _UNCREATABLE),
+            id="others",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_every_configuration_of_transformers(names: list[str], tmp_path: Path) -> None:
+    supported = model_types()
+    for name in names:
+        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) or MODEL_MAPPING_NAMES.get(name) or name
+        architecture = named if isinstance(named, str) else named[0]
+        raw = CONFIG_MAPPING[name]().to_dict() | {"architectures": [architecture]}
+        (tmp_path / "config.json").write_text(json.dumps(raw, default=str))
+        options = ModelOptions(str(tmp_path), load_format="dummy")
+        if architecture in supported:
+            config = resolve_model(options).hf_config
+            if config.model_type not in supported[architecture]:
+                with pytest.raises(ConfigError, match=f"model_type '{name}' contradicts"):
+                    create_model(config, LayerContext.create(torch.float32, 1, cpu_platform()))
+            continue
+        with pytest.raises(ConfigError) as raised:
+            resolve_model(options)
+        refusal = f"architecture {architecture} is not supported (type {raw['model_type']})"
+        assert refusal in str(raised.value), name
+
+
+@pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLM", [7], {"a": 1}])
+def test_no_architecture(architectures: object, tmp_path: Path) -> None:
+    raw = {"model_type": "llama", "architectures": architectures}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(
+        ConfigError, match=r"architecture \(none given\) is not supported \(type llama\)"
+    ):
+        resolve_model(ModelOptions(str(tmp_path), load_format="dummy"))
