@@ -27,11 +27,11 @@ from atom.model_ops.kernels.aiter.quant import (
     INT8_CHANNEL,
     MXFP4,
 )
+from atom.model_ops.kernels.packed_cache import PACKED_ENTRY_POINTS
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 from atom.model_ops.registry import OpTable
 from atom.model_ops.routing import Routing
-from atom.model_ops.kernels.packed_cache import PACKED_ENTRY_POINTS
 from atom.platform import Platform
 
 BF16 = torch.bfloat16

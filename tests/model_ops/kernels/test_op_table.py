@@ -174,7 +174,9 @@ def test_logits_of_a_library_that_cannot_are_our_own(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch_linear, "wide_product_fault", lambda *_: "rounds in between")
     table = OpTable(GPUS[1], OPS)
-    assert table.resolve("logits", torch.bfloat16, **SIZES).__module__.endswith("triton.products.linear")
+    assert table.resolve("logits", torch.bfloat16, **SIZES).__module__.endswith(
+        "triton.products.linear"
+    )
     choice = table.resolve_weights("quant_logits", torch.bfloat16, FP8_CHANNEL, **SIZES)
     assert choice.name == "triton"
     assert table.describe().count("rounds in between") == 2
