@@ -69,6 +69,8 @@ class SpeculativeOptions(Options):
             "STANDALONE": "draft_model",
             "NEXTN": "mtp",
             "deepseek_mtp": "mtp",
+            "glm4_moe_mtp": "mtp",
+            "glm4_moe_lite_mtp": "mtp",
         },
         nearest={"ngram": "suffix", "ngram_gpu": "suffix", "NGRAM": "suffix"},
     )

@@ -25,11 +25,11 @@ from atom.model_ops.registry import OpUnavailableError
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import converts_weights, loads_weights
 from atom.models.base import CausalLM
-from atom.models.deepseek_mtp import DeepseekMTP
 from atom.models.eagle3.sharing import SharingDraft
+from atom.models.mtp import PredictionLayers
 from atom.platform import cpu_platform, free_memory_bytes, total_memory_bytes
 
-M = TypeVar("M", CausalLM, SharingDraft, DeepseekMTP)
+M = TypeVar("M", CausalLM, SharingDraft, PredictionLayers)
 
 _META = torch.device("meta")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")

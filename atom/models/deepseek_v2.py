@@ -36,10 +36,10 @@ from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.llama import (
     SILU,
     LlamaDecoderLayer,
-    LlamaForCausalLM,
     LlamaMLP,
     has_mlp_bias,
 )
+from atom.models.mtp import MTPTarget
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -273,36 +273,32 @@ class DeepseekV3MoE(DeepseekV2MoE):
 class DeepseekV2DecoderLayer(LlamaDecoderLayer):
     """The first `first_k_dense_replace` layers are dense."""
 
-    attention_class = DeepseekV2Attention
+    attention_class: ClassVar[type[Sublayer]] = DeepseekV2Attention
     moe_class: ClassVar[type[DeepseekV2MoE]] = DeepseekV2MoE
 
     def create_mlp(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
     ) -> Sublayer:
-        _expect(config, "moe_layer_freq", 1)
-        if layer_id < config.first_k_dense_replace:
+        if self.is_dense(config, layer_id):
             return super().create_mlp(config, layer_id, context, prefix)
         return self.moe_class(config, context, prefix)
+
+    @staticmethod
+    def is_dense(config: PretrainedConfig, layer_id: int) -> bool:
+        """Whether a layer has an MLP instead of experts."""
+        _expect(config, "moe_layer_freq", 1)
+        dense: bool = layer_id < config.first_k_dense_replace
+        return dense
 
 
 class DeepseekV3DecoderLayer(DeepseekV2DecoderLayer):
     moe_class = DeepseekV3MoE
 
 
-class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    """Source of names and computation: transformers' `deepseek_v2`.
-
-    Attributes:
-        config: the text model's.
-        prefix: of its tensor names in the checkpoint.
-    """
+class DeepseekV2ForCausalLM(MTPTarget):
+    """Source of names and computation: transformers' `deepseek_v2`."""
 
     layer_class = DeepseekV2DecoderLayer
-
-    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
-        super().__init__(config, context, prefix)
-        self.config = config
-        self.prefix = prefix
 
     def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
         return RotaryEmbedding(config, config.qk_rope_head_dim, context, interleaved=True)
@@ -310,8 +306,8 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     @property
     def weight_mapping(self) -> WeightMapping:
         mapping = super().weight_mapping
-        packed = {**PACKED_ATTENTION, "gate_up_proj": mapping.packed["gate_up_proj"]}
-        ignored = (*mapping.ignored, *_mtp_layers(self.config, self.prefix))
+        packed = {**mapping.packed, **PACKED_ATTENTION}
+        ignored = mapping.ignored
         if not self.config.n_shared_experts:
             # transformers builds and saves an MLP of size 0 for them.
             ignored += (rf"{re.escape(self.prefix)}.*\.mlp\.shared_experts\..*",)
@@ -379,14 +375,3 @@ def _expect(config: PretrainedConfig, field: str, *supported: object) -> None:
             f"{config.model_type} with {field}={value!r} is not supported; supported: "
             f"{', '.join(repr(s) for s in supported)}"
         )
-
-
-def mtp_layer_ids(config: PretrainedConfig) -> range:
-    """The ids of the multi-token prediction layers, which follow the last layer."""
-    count = getattr(config, "num_nextn_predict_layers", None) or 0  # absent from V2's config
-    return range(config.num_hidden_layers, config.num_hidden_layers + count)
-
-
-def _mtp_layers(config: PretrainedConfig, prefix: str) -> tuple[str, ...]:
-    """Patterns of these layers' tensors."""
-    return tuple(rf"{re.escape(prefix)}model\.layers\.{i}\..*" for i in mtp_layer_ids(config))

@@ -54,6 +54,8 @@ _MODELS = {
     "Phi3ForCausalLM": _Model("phi3", "Phi3ForCausalLM", ("phi3",)),
     "Gemma3ForCausalLM": _Model("gemma3", "Gemma3ForCausalLM", ("gemma3_text",)),
     "Glm4ForCausalLM": _Model("glm4", "Glm4ForCausalLM", ("glm4",)),
+    "Glm4MoeForCausalLM": _Model("glm4_moe", "Glm4MoeForCausalLM", ("glm4_moe",)),
+    "Glm4MoeLiteForCausalLM": _Model("glm4_moe", "Glm4MoeLiteForCausalLM", ("glm4_moe_lite",)),
 }
 
 

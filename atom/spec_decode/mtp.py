@@ -13,7 +13,7 @@ from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import AttentionMetadata, ModelOutput
 from atom.models.base import CausalLM
-from atom.models.deepseek_mtp import DeepseekMTP
+from atom.models.mtp import PredictionLayers
 from atom.spec_decode.base import Proposer
 from atom.spec_decode.chain_proposer import ChainProposer
 from atom.spec_decode.choice import create_choice
@@ -34,7 +34,7 @@ class MTPChain:
     expected_acceptance: ExpectedAcceptance | None = None
     target_ids: torch.Tensor | None = None
 
-    def __init__(self, mtp: DeepseekMTP) -> None:
+    def __init__(self, mtp: PredictionLayers) -> None:
         self.module = mtp
         self.write_kv = mtp.write_kv
         self.compute_logits = mtp.compute_logits

@@ -26,8 +26,8 @@ from atom.model_loader.source import resolve_model
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
 from atom.models.block_draft.draft import BlockDraft
-from atom.models.deepseek_mtp import DeepseekMTP
 from atom.models.eagle3.base import Eagle3Draft
+from atom.models.mtp import PredictionLayers
 from atom.platform import cpu_platform
 from atom.spec_decode.factory import create_proposer
 
@@ -35,7 +35,7 @@ VOCAB, DRAFT_VOCAB, HIDDEN = 97, 41, 48
 TOKENS = checkpoints.prompt(9)
 STATES = [torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
-Draft = Eagle3Draft | DeepseekMTP | BlockDraft
+Draft = Eagle3Draft | PredictionLayers | BlockDraft
 # Of each step of a chain: token, hidden state, logits.
 Chain = tuple[list[int], torch.Tensor, torch.Tensor]
 
@@ -50,14 +50,14 @@ def load_draft(target: Path, speculative: SpeculativeOptions, group: ParallelGro
     context = LayerContext.create(torch.float32, 128, cpu_platform(), group)
     source = resolve_model(config.model)
     proposer = create_proposer(config, load_model(target, 128, group=group), source, context)
-    assert isinstance(proposer.draft_model, Eagle3Draft | DeepseekMTP | BlockDraft)
+    assert isinstance(proposer.draft_model, Eagle3Draft | PredictionLayers | BlockDraft)
     return proposer.draft_model
 
 
 @torch.inference_mode()
 def chain(draft: Draft) -> Chain:
     """Rows at once, then single steps, as a proposer makes them."""
-    if isinstance(draft, DeepseekMTP):
+    if isinstance(draft, PredictionLayers):
         tokens, states = MTPBench(draft).propose("a", [5, 4], TOKENS, STATES[0], 3)
         logits = torch.cat([draft.compute_logits(i, states[i : i + 1]) for i in range(3)])
         chosen = [int(draft.choose_token(i, states[i : i + 1])) for i in range(3)]

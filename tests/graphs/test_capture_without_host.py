@@ -41,12 +41,12 @@ from atom.model_ops.metadata import (
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
-from atom.models.deepseek_mtp import DeepseekMTP, MTPParts
 from atom.models.deepseek_v2 import DeepseekV3ForCausalLM
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.deepseek import Eagle3DeepseekV2ForCausalLM
 from atom.models.eagle3.llama import LlamaForCausalLMEagle3
 from atom.models.eagle3.parts import DraftParts
+from atom.models.mtp import MTPParts, PredictionLayers
 from atom.models.registry import create_model
 from atom.platform import Platform
 from atom.sampling.decode_rows import KINDS, DecodeRows
@@ -227,7 +227,7 @@ def test_eagle3_drafts_ask_the_device_for_nothing(
 def test_mtp_drafts_ask_the_device_for_nothing(on_no_device: LayerContext, tmp_path: Path) -> None:
     target = target_on(on_no_device, checkpoints.deepseek_v3, tmp_path, num_nextn_predict_layers=2)
     assert isinstance(target, DeepseekV3ForCausalLM)
-    mtp = DeepseekMTP(target, [MTPParts(), MTPParts()], on_no_device)
+    mtp = PredictionLayers(target, [MTPParts(), MTPParts()], on_no_device)
     proposer = ChainProposer(
         MTPChain(mtp), bind(mtp, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftSampler(op=choose)
     )

@@ -37,7 +37,7 @@ DENSE = {
     "pad_token_id": 0,
 }
 # Narrow heads over a wide latent: long prompts expand the latents, short ones absorb.
-_MLA = {
+MLA = {
     "num_key_value_heads": 4,
     "moe_intermediate_size": 24,
     "n_shared_experts": 1,
@@ -87,12 +87,12 @@ def qwen3(folder: Path, **overrides: Any) -> Checkpoint:
 
 
 def deepseek_v2(folder: Path, **overrides: Any) -> Checkpoint:
-    fields = {**DENSE, **_MLA, **overrides}
+    fields = {**DENSE, **MLA, **overrides}
     return write_checkpoint(folder, DeepseekV2ForCausalLM(DeepseekV2Config(**fields)))
 
 
 def deepseek_v3(folder: Path, **overrides: Any) -> Checkpoint:
-    fields = {**DENSE, **_MLA, "n_group": 4, "topk_group": 2, **overrides}
+    fields = {**DENSE, **MLA, "n_group": 4, "topk_group": 2, **overrides}
     return write_checkpoint(folder, DeepseekV3ForCausalLM(DeepseekV3Config(**fields)))
 
 
@@ -107,7 +107,7 @@ def kimi_k25(folder: Path, **overrides: Any) -> Checkpoint:
     """As published: layers called `layers`, and a nested `kimi_k2` text config."""
     from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
-    text = {**DENSE, **_MLA, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}
+    text = {**DENSE, **MLA, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}
     vision = {
         "num_hidden_layers": 1,
         "hidden_size": 16,

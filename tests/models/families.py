@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from models.checkpoints import DENSE, Checkpoint, write_checkpoint
+from models.checkpoints import DENSE, MLA, Checkpoint, write_checkpoint
 
 # Of configurations: a family's name is its model type; `<name>-<variant>` changes some fields.
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GROUPS = {"n_group": 4, "topk_group": 2}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -98,6 +99,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4": ("Glm4", {"head_dim": 16}),
+    "glm4_moe": ("Glm4Moe", {**_EXPERTS, "head_dim": 16, "n_routed_experts": 8, **_GROUPS}),
+    "glm4_moe-norms": (
+        "Glm4Moe",
+        {
+            **_EXPERTS,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**MLA, **_EXPERTS, "v_head_dim": 16}),
 }
 
 

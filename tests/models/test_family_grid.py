@@ -13,6 +13,7 @@ from models.harness import ModelBench, split
 from ranks import run_ranks
 from spec_decode import engines
 from spec_decode.engines import create_engine, generate
+from spec_decode.mtp_reference import add_mtp_layers
 from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
@@ -24,6 +25,7 @@ LENGTH = 30
 NEW_TOKENS = 10
 # Without those that differ only in what a logit shows.
 ENGINES = [name for name in FAMILIES if "-" not in name or name == "mistral-window"]
+WITH_PREDICTION_LAYERS = ["glm4_moe", "glm4_moe_lite"]
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
@@ -122,6 +124,20 @@ def test_greedy_tokens(families: Families, name: str, monkeypatch: pytest.Monkey
         num_speculative_tokens=2,
     )
     assert generate(speculating, GREEDY, prompts) == expected
+
+
+@pytest.mark.parametrize("name", WITH_PREDICTION_LAYERS)
+def test_greedy_tokens_with_prediction_layers(
+    name: str, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    size = len(byte_level_tokenizer)
+    checkpoint = write_family(name, tmp_path, vocab_size=size, num_nextn_predict_layers=1)
+    add_mtp_layers(tmp_path)
+    byte_level_tokenizer.save_pretrained(tmp_path)
+    prompts = [prompt(5), prompt(17)]
+    engine = create_engine(tmp_path, method="mtp", num_speculative_tokens=2)
+    assert generate(engine, GREEDY, prompts) == [greedy(checkpoint, ids) for ids in prompts]
+    assert engine.engine.core.stats.spec_decode.num_drafts > 0
 
 
 def greedy(checkpoint: Checkpoint, token_ids: list[int]) -> list[int]:

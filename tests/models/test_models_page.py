@@ -25,6 +25,8 @@ _NAMES = {
     "granite": "Granite 3 (dense)",
     "phi3": "Phi-3, Phi-3.5, Phi-4",
     "glm4": "GLM-4 (dense)",
+    "glm4_moe": "GLM-4.5, 4.6, 4.7",
+    "glm4_moe_lite": "GLM-4.7-Flash",
     "gemma3_text": "Gemma 3 (text)",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2",
@@ -36,6 +38,8 @@ _DRAFTS = {
     "qwen3_moe": "`RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3`, "
     "`nvidia/Qwen3-235B-A22B-Eagle3`",
     "deepseek_v3": "MTP inside",
+    "glm4_moe": "MTP inside",
+    "glm4_moe_lite": "MTP inside",
     "kimi_k25": "`lightseekorg/kimi-k2.5-eagle3`, `AQ-MedAI/Kimi-K25-eagle3`",
 }
 

@@ -137,11 +137,15 @@ class ReferenceMTP:
 
     def rotate(self, a: torch.Tensor) -> torch.Tensor:
         """[T, heads, rope], pairs (x0, x1), (x2, x3), ... by position."""
-        size, theta = a.shape[-1], self.raw["rope_parameters"]["rope_theta"]
-        angles = torch.arange(len(a))[:, None] * theta ** (-torch.arange(0, size, 2) / size)
+        even, odd = self.turn(a[..., 0::2], a[..., 1::2])
+        return torch.stack([even, odd], -1).flatten(-2)
+
+    def turn(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Coordinates [T, heads, pairs], turned by position."""
+        size, theta = 2 * x.shape[-1], self.raw["rope_parameters"]["rope_theta"]
+        angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, size, 2) / size)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        even, odd = a[..., 0::2], a[..., 1::2]
-        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+        return x * cos - y * sin, y * cos + x * sin
 
     def experts(self, x: torch.Tensor) -> torch.Tensor:
         """Row by row: the best groups by their two best experts, then the best experts."""
@@ -163,3 +167,25 @@ class ReferenceMTP:
     def mlp(self, x: torch.Tensor, name: str) -> torch.Tensor:
         gate, up = self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj")
         return self.linear(F.silu(gate) * up, f"{name}.down_proj")
+
+
+class GroupedMTP(ReferenceMTP):
+    """With grouped-query attention, whose heads rotate a first part in halves: GLM-4.5's."""
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        raw = self.raw
+        q, k, v = (
+            self.linear(x, f"self_attn.{name}_proj").view(len(x), -1, raw["head_dim"])
+            for name in "qkv"
+        )
+        k, v = (a.repeat_interleave(q.shape[1] // a.shape[1], 1) for a in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", self.rotate(q), self.rotate(k))
+        future = torch.ones(len(x), len(x)).triu(1).bool()
+        scores = (scores * raw["head_dim"] ** -0.5).masked_fill(future, -math.inf)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+        return self.linear(out.flatten(1), "self_attn.o_proj")
+
+    def rotate(self, a: torch.Tensor) -> torch.Tensor:
+        rotated = int(a.shape[-1] * self.raw["rope_parameters"]["partial_rotary_factor"])
+        halves = self.turn(*a[..., :rotated].chunk(2, -1))
+        return torch.cat([*halves, a[..., rotated:]], -1)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from model_ops.batches import Part, attention_metadata
 from models import checkpoints
+from models.families import write_family
 from models.harness import load_model, split
 from quantised.packing import Packed, quantised
 from quantised.test_gptq import pack
 from spec_decode import engines
 from spec_decode.engines import create_engine, generate, params
-from spec_decode.mtp_reference import ReferenceMTP, add_mtp_layers, remove_tensors
+from spec_decode.mtp_reference import GroupedMTP, ReferenceMTP, add_mtp_layers, remove_tensors
 from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
@@ -28,7 +29,7 @@ from atom.model_loader.source import resolve_model
 from atom.model_ops.kernels.torch.sampling import choose_tokens
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import SamplingMetadata
-from atom.models.deepseek_mtp import DeepseekMTP
+from atom.models.mtp import PredictionLayers
 from atom.platform import cpu_platform
 
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def write(folder: Path, count: int, own: tuple[str, ...] = (), **overrides: obje
     return folder
 
 
-def load(folder: Path) -> DeepseekMTP:
+def load(folder: Path) -> PredictionLayers:
     options = ModelOptions(model=str(folder))
     context = LayerContext.create(torch.float32, 128, cpu_platform())
     return load_mtp(load_model(folder, 128), resolve_model(options), context, options)
@@ -50,7 +51,7 @@ def load(folder: Path) -> DeepseekMTP:
 class MTPBench:
     """Prediction layers with their cache; every sequence has 8 blocks, far apart."""
 
-    def __init__(self, mtp: DeepseekMTP, block_size: int = 4) -> None:
+    def __init__(self, mtp: PredictionLayers, block_size: int = 4) -> None:
         self.mtp = mtp
         self.block_size = block_size
         cache = PagedCache(attention_layers(mtp), block_size, torch.float32, CPU)
@@ -157,6 +158,19 @@ def test_kimi_names(tmp_path: Path, rows) -> None:
     tokens, hidden = rows(7)
     expected = ReferenceMTP(tmp_path, TEXT).propose(tokens, hidden, 3)
     drafts, states = MTPBench(load(tmp_path)).propose("seq", [7], tokens, hidden, 3)
+    assert drafts == expected[0]
+    torch.testing.assert_close(states, expected[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "dense"), [("glm4_moe", GroupedMTP), ("glm4_moe_lite", ReferenceMTP)]
+)
+def test_glm(name: str, dense: type[ReferenceMTP], tmp_path: Path, rows) -> None:
+    write_family(name, tmp_path, num_nextn_predict_layers=1)
+    add_mtp_layers(tmp_path)
+    tokens, hidden = rows(7)
+    expected = dense(tmp_path).propose(tokens, hidden, 3)
+    drafts, states = MTPBench(load(tmp_path)).propose("seq", [5, 1], tokens, hidden, 3)
     assert drafts == expected[0]
     torch.testing.assert_close(states, expected[1], atol=1e-4, rtol=1e-4)
 

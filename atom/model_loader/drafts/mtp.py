@@ -17,8 +17,7 @@ from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.models.base import CausalLM
-from atom.models.deepseek_mtp import DeepseekMTP, MTPParts
-from atom.models.deepseek_v2 import DeepseekV3ForCausalLM, mtp_layer_ids
+from atom.models.mtp import MTPParts, MTPTarget, PredictionLayers
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ _NUMBERS = ("F32", "F16", "BF16")
 
 def load_mtp(
     target: CausalLM, source: ModelSource, context: LayerContext, options: ModelOptions
-) -> DeepseekMTP:
+) -> PredictionLayers:
     """Build and load the prediction layers that follow the target's last layer.
 
     Their embedding and head are the target's if the checkpoint has no others.
@@ -40,15 +39,15 @@ def load_mtp(
         ConfigError: when the model has no such layers.
         WeightError: for tensors that are missing, unexpected or do not fit.
     """
-    if not isinstance(target, DeepseekV3ForCausalLM):
+    if not isinstance(target, MTPTarget):
+        architectures = ", ".join(source.hf_config.architectures or ["?"])
         raise ConfigError(
-            f"method mtp drafts with the prediction layers of DeepSeek-V3 and Kimi checkpoints; "
-            f"{source.name} is a {', '.join(source.hf_config.architectures or ['?'])}; use "
-            f"method eagle3 or suffix"
+            f"method mtp drafts with the prediction layers of DeepSeek-V3, Kimi and GLM "
+            f"checkpoints; {source.name} is a {architectures}; use method eagle3 or suffix"
         )
-    layer_ids = mtp_layer_ids(target.config)
+    layer_ids = target.mtp_layer_ids
     if not layer_ids:
-        given = target.config.num_nextn_predict_layers
+        given = getattr(target.config, "num_nextn_predict_layers", None)
         raise ConfigError(
             f"method mtp needs prediction layers and {source.name} has none "
             f"(num_nextn_predict_layers={given}); use method eagle3 or suffix"
@@ -57,7 +56,7 @@ def load_mtp(
     if options.load_format != "dummy":
         parts = _parts(target, layer_ids, source)
     source = dataclasses.replace(source, name=f"{source.name} (prediction layers)")
-    mtp = build_model(partial(DeepseekMTP, target, parts), source, context, options)
+    mtp = build_model(partial(PredictionLayers, target, parts), source, context, options)
     logger.info(
         "%s: layers %s, with an embedding of their own: %d, with a head of their own: %d",
         source.name,
@@ -68,7 +67,7 @@ def load_mtp(
     return mtp
 
 
-def _parts(target: DeepseekV3ForCausalLM, layer_ids: range, source: ModelSource) -> list[MTPParts]:
+def _parts(target: MTPTarget, layer_ids: range, source: ModelSource) -> list[MTPParts]:
     """The embedding and head of each layer that differ from the target's."""
     tensors = {tensor.name: tensor for tensor in list_tensors(source.path)}
     layers = f"{target.prefix}model.layers"

@@ -1,8 +1,9 @@
-"""DeepSeek-V3's multi-token prediction layers, used as draft model for their own checkpoint.
+"""Multi-token prediction layers, used as draft model for their own checkpoint.
 
-Source of names: the checkpoints, where these layers (`num_nextn_predict_layers`) follow the model's
-last layer and contain copies of its embedding and head, and DeepSeek-V3's `README_WEIGHTS.md`,
-which calls both shared. Source of the computation: arXiv 2412.19437, section 2.2, except for:
+DeepSeek-V3 has them, and GLM-4.5 and later in the same form. Source of names: the checkpoints,
+where these layers (`num_nextn_predict_layers`) follow the model's last layer and contain copies of
+its embedding and head, and DeepSeek-V3's `README_WEIGHTS.md`, which calls both shared. Source of
+the computation: arXiv 2412.19437, section 2.2, except for:
 
 - `eh_proj` reads the embedding first, then the hidden state: as in published engines, and in the
   opposite order of the paper's formula.
@@ -17,6 +18,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -27,13 +29,54 @@ from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.quant.base import UnquantizedConfig
+from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.deepseek_v2 import (
-    DeepseekV2Attention,
-    DeepseekV3DecoderLayer,
-    DeepseekV3ForCausalLM,
-)
+from atom.models.llama import LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class MTPTarget(LlamaForCausalLM):
+    """A model whose checkpoint may have prediction layers behind its last layer.
+
+    Attributes:
+        config: the text model's.
+        prefix: of its tensor names in the checkpoint.
+    """
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
+        super().__init__(config, context, prefix)
+        self.config = config
+        self.prefix = prefix
+
+    @property
+    def mtp_layer_ids(self) -> range:
+        """The ids of the prediction layers, which follow the last layer."""
+        count = getattr(self.config, "num_nextn_predict_layers", None) or 0  # not in every config
+        return range(self.config.num_hidden_layers, self.config.num_hidden_layers + count)
+
+    @property
+    def weight_mapping(self) -> WeightMapping:
+        """Without the prediction layers, which are loaded when they draft."""
+        mapping = super().weight_mapping
+        layers = rf"{re.escape(self.prefix)}model\.layers"
+        ignored = (rf"{layers}\.{i}\..*" for i in self.mtp_layer_ids)
+        return dataclasses.replace(mapping, ignored=(*mapping.ignored, *ignored))
+
+
+@runtime_checkable
+class WritesKV(Protocol):
+    """An attention that can write the KV cache alone."""
+
+    def write_kv(
+        self,
+        x: Rows,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -57,25 +100,26 @@ class SharedHead(nn.Module):
         self.norm = ResidualRMSNorm(size, eps, context)
 
 
-class MTPLayer(DeepseekV3DecoderLayer):
-    """A decoder layer whose input projection combines a token with the hidden state before it.
+class MTPLayer(nn.Module):
+    """A decoder layer of the target's kind, whose input projection combines a token with the hidden
+    state before it.
 
     Attributes:
         parts: which parts it has itself.
     """
 
     def __init__(
-        self,
-        target: DeepseekV3ForCausalLM,
-        layer_id: int,
-        parts: MTPParts,
-        context: LayerContext,
+        self, target: MTPTarget, layer_id: int, parts: MTPParts, context: LayerContext
     ) -> None:
+        super().__init__()
         config, prefix = target.config, f"{target.prefix}model.layers.{layer_id}"
         plain = dataclasses.replace(context, quant=UnquantizedConfig())
         if parts.is_plain:
             context = plain
-        super().__init__(config, layer_id, context, prefix)
+        decoder = target.layer_class(config, layer_id, context, prefix)
+        # As in the checkpoint, where its modules are beside those of the prediction.
+        for name, module in decoder.named_children():
+            self.add_module(name, module)
         self.parts = parts
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(size, eps, context)
@@ -92,8 +136,8 @@ class MTPLayer(DeepseekV3DecoderLayer):
         if parts.head:
             head = ParallelLMHead(config.vocab_size, size, context, f"{prefix}.shared_head.head")
             self.shared_head.head = head
-        # In tuples, so that the target's modules are not registered as submodules.
-        self._embedding, self._head = (embedding,), (head,)
+        # In tuples, so that they are not registered as submodules.
+        self._decoder, self._embedding, self._head = (decoder,), (embedding,), (head,)
 
     def predict(
         self,
@@ -104,8 +148,9 @@ class MTPLayer(DeepseekV3DecoderLayer):
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
         """input_ids [T], hidden [T, hidden] -> [T, hidden], after the norm before the head."""
-        x, residual = self.enter(self._join(input_ids, hidden), None)
-        x, residual = self(x, residual, positions, metadata, rotary)
+        (decoder,) = self._decoder
+        x, residual = decoder.enter(self._join(input_ids, hidden), None)
+        x, residual = decoder(x, residual, positions, metadata, rotary)
         post_norm, _ = self.shared_head.norm.add(x, residual)
         return post_norm
 
@@ -118,9 +163,10 @@ class MTPLayer(DeepseekV3DecoderLayer):
         rotary: RotaryEmbedding,
     ) -> None:
         """Write the KV cache like `predict`, without computing its output."""
-        x = self.input_layernorm(self._join(input_ids, hidden))
-        attention = self.self_attn
-        assert isinstance(attention, DeepseekV2Attention)
+        (decoder,) = self._decoder
+        x, _ = decoder.enter(self._join(input_ids, hidden), None)
+        attention = decoder.self_attn
+        assert isinstance(attention, WritesKV)
         attention.write_kv(x, positions, metadata, rotary)
 
     def _join(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -139,7 +185,7 @@ class MTPLayer(DeepseekV3DecoderLayer):
         return self._head[0].argmax(post_norm)
 
 
-class DeepseekMTP(nn.Module):
+class PredictionLayers(nn.Module):
     """The prediction layers of a target; draft step i uses the output of layer i modulo their
     number.
 
@@ -147,12 +193,10 @@ class DeepseekMTP(nn.Module):
     t + 2. Every layer computes every row, so that each has the keys of all positions when it is
     used. In training, layer j > 0 read layer j - 1's output at the position before; here it reads
     the target's hidden state, since the former would have to be kept for every cached prefix. No
-    published checkpoint of this architecture has a second layer.
+    published checkpoint has a second layer.
     """
 
-    def __init__(
-        self, target: DeepseekV3ForCausalLM, parts: Sequence[MTPParts], context: LayerContext
-    ) -> None:
+    def __init__(self, target: MTPTarget, parts: Sequence[MTPParts], context: LayerContext) -> None:
         super().__init__()
         first = target.config.num_hidden_layers
         self._layers = {

@@ -1,0 +1,86 @@
+"""GLM-4.5 to 4.7: DeepSeek-V3's experts, behind grouped-query attention with partial rotation, or,
+in the small ones, behind its latent attention.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from atom.config import ConfigError
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.layernorm import RMSNorm
+from atom.model_ops.rotary import RotaryEmbedding
+from atom.models.deepseek_v2 import DeepseekV3DecoderLayer, DeepseekV3ForCausalLM
+from atom.models.llama import LlamaAttention, head_size
+from atom.models.phi3 import rotated_size
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Glm4MoeAttention(LlamaAttention):
+    """With `use_qk_norm`, an RMS norm of each head of q and k before RoPE."""
+
+    def __init__(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> None:
+        super().__init__(config, layer_id, context, prefix)
+        self.q_norm = self.k_norm = None
+        if config.use_qk_norm:
+            self.q_norm = RMSNorm(head_size(config), config.rms_norm_eps, context)
+            self.k_norm = RMSNorm(head_size(config), config.rms_norm_eps, context)
+
+    @staticmethod
+    def has_output_bias(config: PretrainedConfig) -> bool:
+        return False
+
+    def prepare_queries(self, q: torch.Tensor) -> torch.Tensor:
+        return q if self.q_norm is None else self.q_norm(q)
+
+    def prepare_keys(self, k: torch.Tensor) -> torch.Tensor:
+        return k if self.k_norm is None else self.k_norm(k)
+
+
+class Glm4MoeDecoderLayer(DeepseekV3DecoderLayer):
+    attention_class = Glm4MoeAttention
+
+
+class Glm4MoeForCausalLM(DeepseekV3ForCausalLM):
+    """Source of names and computation: transformers' `glm4_moe`."""
+
+    layer_class = Glm4MoeDecoderLayer
+
+    def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
+        size = head_size(config)
+        return RotaryEmbedding(config, size, context, rotary_dim=rotated_size(config))
+
+
+class Glm4MoeLiteDecoderLayer(DeepseekV3DecoderLayer):
+    """Layers are dense as `mlp_layer_types` says; those of prediction, which follow, are not."""
+
+    @staticmethod
+    def is_dense(config: PretrainedConfig, layer_id: int) -> bool:
+        if layer_id >= config.num_hidden_layers:
+            return False
+        kind = config.mlp_layer_types[layer_id]
+        if kind not in ("dense", "sparse"):
+            raise ConfigError(
+                f"mlp_layer_types says {kind!r} of layer {layer_id}; supported are dense and sparse"
+            )
+        return bool(kind == "dense")
+
+
+class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
+    """Source of names and computation: transformers' `glm4_moe_lite`."""
+
+    layer_class = Glm4MoeLiteDecoderLayer
+
+    def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
+        factor = config.rope_parameters.get("partial_rotary_factor", 1.0)
+        if factor != 1:
+            raise ConfigError(
+                f"{config.model_type} with partial_rotary_factor={factor} is not supported"
+            )
+        return super().create_rotary(config, context)
