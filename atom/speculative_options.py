@@ -71,6 +71,7 @@ class SpeculativeOptions(Options):
             "deepseek_mtp": "mtp",
             "glm4_moe_mtp": "mtp",
             "glm4_moe_lite_mtp": "mtp",
+            "qwen3_next_mtp": "mtp",
         },
         nearest={"ngram": "suffix", "ngram_gpu": "suffix", "NGRAM": "suffix"},
     )

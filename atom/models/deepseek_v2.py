@@ -187,7 +187,7 @@ class DeepseekV2MoE(Sublayer):
 
     def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
         super().__init__()
-        _expect(config, "hidden_act", *SILU)
+        expect(config, "hidden_act", *SILU)
         shared = f"{prefix}.shared_experts"
         joins = shared_expert_joins(config, context, prefix)
         routing = replace(self.routing(config), has_shared=joins)
@@ -221,10 +221,10 @@ class DeepseekV2MoE(Sublayer):
     @staticmethod
     def routing(config: PretrainedConfig) -> Routing:
         """Softmax scores; a group's score is that of its best expert."""
-        _expect(config, "scoring_func", "softmax")
-        _expect(config, "topk_method", "greedy", "group_limited_greedy")
+        expect(config, "scoring_func", "softmax")
+        expect(config, "topk_method", "greedy", "group_limited_greedy")
         # transformers ignores this field and DeepSeek's code does not; no checkpoint sets it.
-        _expect(config, "norm_topk_prob", False)
+        expect(config, "norm_topk_prob", False)
         grouped = config.topk_method == "group_limited_greedy"
         return Routing(
             num_experts=config.n_routed_experts,
@@ -256,8 +256,8 @@ class DeepseekV3MoE(DeepseekV2MoE):
     @staticmethod
     def routing(config: PretrainedConfig) -> Routing:
         """Sigmoid scores; a group's score is the sum of its two best experts."""
-        _expect(config, "scoring_func", "sigmoid")
-        _expect(config, "topk_method", "noaux_tc")
+        expect(config, "scoring_func", "sigmoid")
+        expect(config, "topk_method", "noaux_tc")
         return Routing(
             num_experts=config.n_routed_experts,
             top_k=config.num_experts_per_tok,
@@ -286,13 +286,28 @@ class DeepseekV2DecoderLayer(LlamaDecoderLayer):
     @staticmethod
     def is_dense(config: PretrainedConfig, layer_id: int) -> bool:
         """Whether a layer has an MLP instead of experts."""
-        _expect(config, "moe_layer_freq", 1)
+        expect(config, "moe_layer_freq", 1)
         dense: bool = layer_id < config.first_k_dense_replace
         return dense
 
 
 class DeepseekV3DecoderLayer(DeepseekV2DecoderLayer):
     moe_class = DeepseekV3MoE
+
+
+class TypedDecoderLayer(DeepseekV3DecoderLayer):
+    """Layers are dense as `mlp_layer_types` says; those of prediction, which follow, are not."""
+
+    @staticmethod
+    def is_dense(config: PretrainedConfig, layer_id: int) -> bool:
+        if layer_id >= config.num_hidden_layers:
+            return False
+        kind = config.mlp_layer_types[layer_id]
+        if kind not in ("dense", "sparse"):
+            raise ConfigError(
+                f"mlp_layer_types says {kind!r} of layer {layer_id}; supported are dense and sparse"
+            )
+        return bool(kind == "dense")
 
 
 class DeepseekV2ForCausalLM(MTPTarget):
@@ -312,7 +327,7 @@ class DeepseekV2ForCausalLM(MTPTarget):
             # transformers builds and saves an MLP of size 0 for them.
             ignored += (rf"{re.escape(self.prefix)}.*\.mlp\.shared_experts\..*",)
         adopted = {"shared_experts": "experts"}
-        return WeightMapping(mapping.renames, packed, ignored, adopted)
+        return replace(mapping, packed=packed, ignored=ignored, adopted=adopted)
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
@@ -367,7 +382,7 @@ def shared_expert_joins(config: PretrainedConfig, context: LayerContext, prefix:
     return choice.takes_plain
 
 
-def _expect(config: PretrainedConfig, field: str, *supported: object) -> None:
+def expect(config: PretrainedConfig, field: str, *supported: object) -> None:
     """Refuse a config with an unsupported value of `field`, if it has the field."""
     value = getattr(config, field, None)  # only some publishers write the field
     if value is not None and value not in supported:

@@ -12,7 +12,11 @@ from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.rotary import RotaryEmbedding
-from atom.models.deepseek_v2 import DeepseekV3DecoderLayer, DeepseekV3ForCausalLM
+from atom.models.deepseek_v2 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3ForCausalLM,
+    TypedDecoderLayer,
+)
 from atom.models.llama import LlamaAttention, head_size
 from atom.models.phi3 import rotated_size
 
@@ -57,25 +61,10 @@ class Glm4MoeForCausalLM(DeepseekV3ForCausalLM):
         return RotaryEmbedding(config, size, context, rotary_dim=rotated_size(config))
 
 
-class Glm4MoeLiteDecoderLayer(DeepseekV3DecoderLayer):
-    """Layers are dense as `mlp_layer_types` says; those of prediction, which follow, are not."""
-
-    @staticmethod
-    def is_dense(config: PretrainedConfig, layer_id: int) -> bool:
-        if layer_id >= config.num_hidden_layers:
-            return False
-        kind = config.mlp_layer_types[layer_id]
-        if kind not in ("dense", "sparse"):
-            raise ConfigError(
-                f"mlp_layer_types says {kind!r} of layer {layer_id}; supported are dense and sparse"
-            )
-        return bool(kind == "dense")
-
-
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     """Source of names and computation: transformers' `glm4_moe_lite`."""
 
-    layer_class = Glm4MoeLiteDecoderLayer
+    layer_class = TypedDecoderLayer
 
     def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
         factor = config.rope_parameters.get("partial_rotary_factor", 1.0)

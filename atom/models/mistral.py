@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from atom.models.windows import window_of_type
@@ -35,7 +35,7 @@ class MistralDecoderLayer(LlamaDecoderLayer):
 class MistralForCausalLM(LlamaForCausalLM):
     """Source of names and computation: transformers' `mistral`."""
 
-    layer_class = MistralDecoderLayer
+    layer_class: ClassVar[type[LlamaDecoderLayer]] = MistralDecoderLayer
 
 
 class MinistralAttention(MistralAttention):

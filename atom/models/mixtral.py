@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # As published; transformers itself has the names on the right.
-_MODULES = {
+EXPERT_MODULES = {
     "block_sparse_moe": "mlp",
     "w1": "gate_proj",
     "w2": "down_proj",
@@ -41,4 +41,4 @@ class MixtralForCausalLM(MistralForCausalLM):
 
     @property
     def weight_mapping(self) -> WeightMapping:
-        return replace(super().weight_mapping, modules=_MODULES)
+        return replace(super().weight_mapping, modules=EXPERT_MODULES)

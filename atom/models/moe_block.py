@@ -1,8 +1,8 @@
-"""A layer's mixture of experts without groups: softmax scores, top k."""
+"""A layer's mixture of experts without groups and shared experts: scores, top k."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 class SoftmaxMoE(Sublayer):
     """Routed experts, whose softmax scores are renormalised if asked; a sum over the ranks."""
 
+    scoring: ClassVar[str] = "softmax"
+    has_correction_bias: ClassVar[bool] = False
+
     def __init__(
         self,
         config: PretrainedConfig,
@@ -37,10 +40,10 @@ class SoftmaxMoE(Sublayer):
         routing = Routing(
             num_experts=num_experts,
             top_k=config.num_experts_per_tok,
-            scoring="softmax",
+            scoring=self.scoring,
             renormalize=renormalize,
         )
-        self.gate = TopKRouter(config.hidden_size, routing, False, context)
+        self.gate = TopKRouter(config.hidden_size, routing, self.has_correction_bias, context)
         self.experts = FusedMoE(
             num_experts,
             routing.visits,
@@ -59,3 +62,12 @@ class SoftmaxMoE(Sublayer):
         rows = unrounded(x)
         out: torch.Tensor = self.experts(x, *self.gate(rows), self._sum_input.rows(len(rows)))
         return out
+
+
+class SigmoidMoE(SoftmaxMoE):
+    """With sigmoid scores, and a correction bias that affects the choice of experts, not their
+    weights.
+    """
+
+    scoring = "sigmoid"
+    has_correction_bias = True

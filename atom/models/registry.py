@@ -42,6 +42,7 @@ _MODELS = {
     ),
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Kimi_K25ForConditionalGeneration": _KIMI_K25,  # transformers' spelling of the same
+    "DeepseekV32ForCausalLM": _Model("deepseek_v32", "DeepseekV32ForCausalLM", ("deepseek_v32",)),
     "Qwen2ForCausalLM": _Model("qwen2", "Qwen2ForCausalLM", ("qwen2",)),
     "Qwen2MoeForCausalLM": _Model("qwen2_moe", "Qwen2MoeForCausalLM", ("qwen2_moe",)),
     "Qwen3MoeForCausalLM": _Model("qwen3_moe", "Qwen3MoeForCausalLM", ("qwen3_moe",)),
@@ -56,6 +57,13 @@ _MODELS = {
     "Glm4ForCausalLM": _Model("glm4", "Glm4ForCausalLM", ("glm4",)),
     "Glm4MoeForCausalLM": _Model("glm4_moe", "Glm4MoeForCausalLM", ("glm4_moe",)),
     "Glm4MoeLiteForCausalLM": _Model("glm4_moe", "Glm4MoeLiteForCausalLM", ("glm4_moe_lite",)),
+    "MiniMaxM2ForCausalLM": _Model("minimax_m2", "MiniMaxM2ForCausalLM", ("minimax_m2",)),
+}
+# Architectures that are known and not supported, and what is missing.
+_MISSING = {
+    "Qwen3NextForCausalLM": "its linear attention (Gated DeltaNet), which keeps a state for each "
+    "sequence instead of keys and values, and its format of prediction layers (mtp.fc, "
+    "mtp.layers.0, mtp.norm)",
 }
 
 
@@ -63,16 +71,17 @@ def known_architecture(architectures: object, model_type: object) -> str:
     """The first architecture that has a model class, of those that a `config.json` names.
 
     Raises:
-        ConfigError: naming them and the supported ones.
+        ConfigError: naming them, what is missing if it is known, and the supported ones.
     """
     listed = architectures if isinstance(architectures, list) else []
     names = [name for name in listed if isinstance(name, str)]
     for name in names:
         if name in _MODELS:
             return name
+    missing = "".join(f": missing is {_MISSING[name]}" for name in names if name in _MISSING)
     raise ConfigError(
-        f"architecture {', '.join(names) or '(none given)'} is not supported (type {model_type}); "
-        f"supported are {', '.join(_MODELS)}"
+        f"architecture {', '.join(names) or '(none given)'} is not supported (type {model_type})"
+        f"{missing}; supported are {', '.join(_MODELS)}"
     )
 
 

@@ -112,6 +112,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 2,
         },
     ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {
+            **MLA,
+            **_EXPERTS,
+            **_GROUPS,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "num_nextn_predict_layers": 1,
+        },
+    ),
     "glm4_moe_lite": ("Glm4MoeLite", {**MLA, **_EXPERTS, "v_head_dim": 16}),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from spec_decode.mtp_reference import add_mtp_layers
 from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
+from atom.config import ConfigError
 from atom.kv_cache.base import KVCachePlan
 from atom.model_engine import kv_memory
 
@@ -25,7 +28,7 @@ LENGTH = 30
 NEW_TOKENS = 10
 # Without those that differ only in what a logit shows.
 ENGINES = [name for name in FAMILIES if "-" not in name or name == "mistral-window"]
-WITH_PREDICTION_LAYERS = ["glm4_moe", "glm4_moe_lite"]
+WITH_PREDICTION_LAYERS = ["glm4_moe", "glm4_moe_lite", "deepseek_v32"]
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
@@ -124,6 +127,41 @@ def test_greedy_tokens(families: Families, name: str, monkeypatch: pytest.Monkey
         num_speculative_tokens=2,
     )
     assert generate(speculating, GREEDY, prompts) == expected
+
+
+def test_minimax_m2_as_published(tmp_path: Path) -> None:
+    checkpoint = write_family("minimax_m2", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["rope_parameters"]
+    published = {
+        "rope_theta": 5000000,
+        "rotary_dim": 8,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "attn_type_list": [1, 1, 1],
+        "shared_intermediate_size": 0,
+        "num_mtp_modules": 3,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw | published))
+    tokens = prompt(LENGTH)
+    assert_close(ModelBench(tmp_path).run(tokens, [LENGTH]), checkpoint.logits(tokens))
+    for field, value in {"attn_type_list": [1, 0, 1], "qk_norm_type": "per_head"}.items():
+        (tmp_path / "config.json").write_text(json.dumps(raw | published | {field: value}))
+        with pytest.raises(ConfigError, match=f"minimax_m2 with {field}="):
+            ModelBench(tmp_path)
+
+
+def test_contexts_that_the_indexer_would_cut_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_family("deepseek_v32", tmp_path, index_topk=32)
+    with caplog.at_level(logging.INFO, logger="atom"):
+        ModelBench(tmp_path, max_model_len=32)
+    assert sum("indexers' weights" in record.message for record in caplog.records) == 1
+    with pytest.raises(ConfigError, match=r"max_model_len=33 is longer; use --max-model-len 32"):
+        ModelBench(tmp_path, max_model_len=33)
 
 
 @pytest.mark.parametrize("name", WITH_PREDICTION_LAYERS)

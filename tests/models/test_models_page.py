@@ -27,9 +27,11 @@ _NAMES = {
     "glm4": "GLM-4 (dense)",
     "glm4_moe": "GLM-4.5, 4.6, 4.7",
     "glm4_moe_lite": "GLM-4.7-Flash",
+    "minimax_m2": "MiniMax-M2",
     "gemma3_text": "Gemma 3 (text)",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2",
+    "deepseek_v32": "DeepSeek-V3.2, in contexts of at most `index_topk` tokens",
     "kimi_k25": "Kimi-K2.5, as a text model",
 }
 # Eagle3 drafts that their publishers name for a model of the family.
@@ -38,6 +40,8 @@ _DRAFTS = {
     "qwen3_moe": "`RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3`, "
     "`nvidia/Qwen3-235B-A22B-Eagle3`",
     "deepseek_v3": "MTP inside",
+    "minimax_m2": "`thoughtworks/MiniMax-M2.5-Eagle3`",
+    "deepseek_v32": "MTP inside",
     "glm4_moe": "MTP inside",
     "glm4_moe_lite": "MTP inside",
     "kimi_k25": "`lightseekorg/kimi-k2.5-eagle3`, `AQ-MedAI/Kimi-K25-eagle3`",
