@@ -232,9 +232,9 @@ class PredictionLayers(nn.Module):
         ignored = [rf"(?!{layers}\.({ids})\.).*", r".*\.rotary_emb\.inv_freq", *self._skipped]
         for i, layer in self._layers.items():
             if not layer.parts.embed_tokens:
-                ignored.append(rf"{layers}\.{i}\.embed_tokens\.weight")
+                ignored.append(rf"{layers}\.{i}\.embed_tokens\..*")
             if not layer.parts.head:
-                ignored.append(rf"{layers}\.{i}\.shared_head\.head\.weight")
+                ignored.append(rf"{layers}\.{i}\.shared_head\.head\..*")
         return dataclasses.replace(target, ignored=tuple(ignored))
 
     def forward(

@@ -5,7 +5,9 @@ They are written with llama.cpp's own names of tensors and keys, rows in the ord
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,21 @@ from gguf import (
     get_tensor_name_map,
 )
 from gguf.quants import quantize
+from models import checkpoints
 from models.checkpoints import Checkpoint, prompt
 from models.families import write_family
-from models.harness import ModelBench
-from transformers import PreTrainedTokenizerFast
+from models.harness import ModelBench, load_model
+from spec_decode.mtp_reference import add_mtp_layers
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from atom.config import ConfigError, ModelOptions
 from atom.environment import cache_dir
+from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.gguf.architectures import ARCHITECTURES
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.source import resolve_model
+from atom.model_ops.layer_context import LayerContext
+from atom.platform import cpu_platform
 
 # What llama.cpp's converter permutes: queries and keys of Llama and of what its class inherits.
 _PERMUTED = ("llama", "mixtral", "smollm3", "granite")
@@ -47,6 +54,12 @@ _FILES = {
     "phi3-longrope": "phi3",
     "glm4": "glm4",
     "gemma3_text": "gemma3",
+    "glm4_moe": "glm4moe",
+    "glm4_moe-norms": "glm4moe",
+    "minimax_m2": "minimax-m2",
+    "glm4_moe_lite": "deepseek2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
 }
 # What files do not say, llama.cpp knows.
 _IMPLIED: dict[str, dict[str, Any]] = {
@@ -72,6 +85,24 @@ _KEYS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+# Of models with shared experts and groups of experts.
+_ROUTED_KEYS = {
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -93,13 +124,76 @@ def test_logits_are_those_of_the_checkpoint(
     name: str, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     folder = tmp_path / "checkpoint"
-    checkpoint = write_family(name, folder, **_IMPLIED.get(name, {}))
+    checkpoint = write(name, folder, **_IMPLIED.get(name, {}))
     byte_level_tokenizer.save_pretrained(folder)
     path = write_file(tmp_path / "model.gguf", _FILES[name], checkpoint)
     tokens = prompt(24)
     bench = ModelBench(path, tokenizer=str(folder))
     found = bench.run(tokens, [16, 1])
     torch.testing.assert_close(found, checkpoint.logits(tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0])
+def test_latent_attention_of_older_files_and_with_yarn(
+    kind: GGMLQuantizationType, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "q_lora_rank": 32}
+    sizes |= {"v_head_dim": 16, "qk_nope_head_dim": 32}
+    checkpoint = write("deepseek_v3", tmp_path / "checkpoint", rope_parameters=_YARN, **sizes)
+    byte_level_tokenizer.save_pretrained(checkpoint.folder)
+    tokens, found = prompt(40), []
+    for splits_up in (False, True):
+        path = tmp_path / f"{splits_up}.gguf"
+        write_file(path, "deepseek2", checkpoint, kind, splits_up=splits_up)
+        bench = ModelBench(path, tokenizer=str(checkpoint.folder), quantization="none")
+        found.append(bench.run(tokens, [40]))
+    if kind == GGMLQuantizationType.F32:
+        torch.testing.assert_close(found[0], checkpoint.logits(tokens), atol=1e-4, rtol=0)
+        torch.testing.assert_close(*found, atol=1e-4, rtol=0)
+    # Keys' parts are quantised along other rows.
+    assert (found[0] - found[1]).abs().median() < 0.1
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0])
+def test_prediction_layers(
+    kind: GGMLQuantizationType, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """They are loaded, and draft what those of the checkpoint do."""
+    folder, sizes = tmp_path / "checkpoint", {"hidden_size": 64, "moe_intermediate_size": 32}
+    checkpoint = write_family("glm4_moe", folder, num_nextn_predict_layers=1, **sizes)
+    added = {
+        name: tensor
+        for name, tensor in add_mtp_layers(folder).items()
+        if name.startswith("model.layers.3.")
+    }
+    byte_level_tokenizer.save_pretrained(folder)
+    path = write_file(tmp_path / "model.gguf", "glm4moe", checkpoint, kind, added)
+    context = LayerContext.create(torch.float32, 64, cpu_platform())
+    networks = []
+    for model in (path, folder):
+        options = ModelOptions(str(model), tokenizer=str(folder), dtype="float32")
+        target = load_model(model, 64, tokenizer=str(folder))
+        networks.append(load_mtp(target, resolve_model(options), context, options))
+    rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (network.model["layers"]["3"] for network in networks)
+    torch.testing.assert_close(ours.eh_proj.weight, theirs.eh_proj.weight, atol=0.02, rtol=0)
+    outputs = [layer.mlp(rows) for layer in (ours, theirs)]
+    if kind == GGMLQuantizationType.F32:
+        torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
+    assert (outputs[0] - outputs[1]).abs().median() < 0.05
+
+
+def test_another_choice_of_experts_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_family("minimax_m2", tmp_path / "checkpoint")
+    path = write_file(tmp_path / "model.gguf", "minimax-m2", checkpoint, gating=1)
+    with pytest.raises(ConfigError, match="minimax-m2 with expert_gating_func is not supported"):
+        resolve_model(ModelOptions(str(path)))
+
+
+def write(name: str, folder: Path, **fields: Any) -> Checkpoint:
+    """Of `families.py`, or of `checkpoints.py`."""
+    own = {"deepseek_v2": checkpoints.deepseek_v2, "deepseek_v3": checkpoints.deepseek_v3}
+    return own[name](folder, **fields) if name in own else write_family(name, folder, **fields)
 
 
 def test_experts_keep_their_blocks(
@@ -126,12 +220,24 @@ def write_file(
     name: str,
     checkpoint: Checkpoint,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    prediction: Mapping[str, torch.Tensor] | None = None,
+    splits_up: bool = True,
+    gating: int = 2,
 ) -> Path:
+    """Args:
+    prediction: tensors of prediction layers.
+    splits_up: whether the up-projections of latents are two tensors, as they are since 2025-04.
+    """
     config = checkpoint.reference.config
     writer = GGUFWriter(path, name)
-    for field, key in _KEYS.items():
+    keys = _KEYS | (_ROUTED_KEYS if hasattr(config, "n_routed_experts") else {})
+    for field, key in keys.items():
         value = getattr(config, field, None)
-        if isinstance(value, int):
+        if key == "block_count" and prediction:
+            value += 1
+        if isinstance(value, bool):
+            writer.add_bool(f"{name}.{key}", value)
+        elif isinstance(value, int):
             writer.add_uint32(f"{name}.{key}", value)
         elif isinstance(value, float):
             writer.add_float32(f"{name}.{key}", value)
@@ -143,9 +249,23 @@ def write_file(
         writer.add_string(f"{name}.rope.scaling.type", "linear")
         writer.add_float32(f"{name}.rope.scaling.factor", rope["factor"])
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_uint32(f"{name}.attention.key_length", size)
-    writer.add_uint32(f"{name}.attention.value_length", size)
     rotated = int(size * rope.get("partial_rotary_factor", 1.0))
+    lengths = {"key_length": size, "value_length": size}
+    if name == "deepseek2":
+        lengths = latent_keys(config, splits_up)
+        rotated = config.qk_rope_head_dim
+    for key, length in lengths.items():
+        writer.add_uint32(f"{name}.attention.{key}", length)
+    if rope["rope_type"] == "yarn":
+        writer.add_string(f"{name}.rope.scaling.type", "yarn")
+        writer.add_float32(f"{name}.rope.scaling.factor", rope["factor"])
+        original = rope["original_max_position_embeddings"]
+        writer.add_uint32(f"{name}.rope.scaling.original_context_length", original)
+        writer.add_float32(f"{name}.rope.scaling.yarn_log_multiplier", 0.1 * rope["mscale_all_dim"])
+    if any("correction_bias" in module for module in checkpoint.reference.state_dict()):
+        writer.add_uint32(f"{name}.expert_gating_func", gating)
+    if prediction:
+        writer.add_uint32(f"{name}.nextn_predict_layers", 1)
     writer.add_uint32(f"{name}.rope.dimension_count", rotated)
     writer.add_float32(f"{name}.rope.freq_base", rope["rope_theta"])
     if rope["rope_type"] == "longrope":
@@ -157,7 +277,8 @@ def write_file(
         for which in ("long", "short"):
             factors = np.array(rope[f"{which}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{which}.weight", factors)
-    for tensor_name, values in tensors_of(name, checkpoint).items():
+    tensors = tensors_of(name, checkpoint, prediction or {}, splits_up)
+    for tensor_name, values in tensors.items():
         # llama.cpp leaves routers as they are.
         is_plain = values.ndim == 1 or "ffn_gate_inp" in tensor_name
         stored = GGMLQuantizationType.F32 if is_plain else kind
@@ -170,13 +291,38 @@ def write_file(
     return path
 
 
-def tensors_of(name: str, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+def latent_keys(config: PretrainedConfig, splits_up: bool) -> dict[str, int]:
+    """Sizes of latent attention: with two up-projections, heads are those of one key."""
+    heads = {
+        "key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "value_length": config.v_head_dim,
+    }
+    if splits_up:
+        rank = config.kv_lora_rank
+        heads = {f"{key}_mla": length for key, length in heads.items()}
+        heads |= {"key_length": rank + config.qk_rope_head_dim, "value_length": rank}
+    ranks = {"kv_lora_rank": config.kv_lora_rank, "q_lora_rank": config.q_lora_rank}
+    return heads | {key: rank for key, rank in ranks.items() if rank is not None}
+
+
+def stacked_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of prediction layers with one for all experts."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), []).append(tensor)
+    return {name: torch.stack(t) if len(t) > 1 else t[0] for name, t in found.items()}
+
+
+def tensors_of(
+    name: str, checkpoint: Checkpoint, prediction: Mapping[str, torch.Tensor], splits_up: bool
+) -> dict[str, np.ndarray]:
     """Experts' matrices of one kind are one tensor."""
     config = checkpoint.reference.config
     arch = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == name)
-    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    names = get_tensor_name_map(arch, config.num_hidden_layers + 1)
     found = {}
-    for module, tensor in checkpoint.reference.state_dict().items():
+    tensors = {**checkpoint.reference.state_dict(), **stacked_experts(prediction)}
+    for module, tensor in tensors.items():
         values = tensor.float().numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         part = module.split(".")[-2]
@@ -192,6 +338,16 @@ def tensors_of(name: str, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
             pieces = {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
         elif module.endswith("experts.down_proj"):
             pieces = {f"{module}.weight": values}
+        elif module.endswith("e_score_correction_bias"):
+            stem = module.partition("mlp.")[0]
+            pieces = {f"{stem}mlp.gate.e_score_correction.bias": values}
+        elif part == "kv_b_proj" and splits_up:
+            stem, size = module.partition("kv_b_proj")[0], config.qk_nope_head_dim
+            by_head = values.reshape(config.num_attention_heads, -1, values.shape[1])
+            pieces = {
+                f"{stem}k_b_proj.weight": by_head[:, :size].swapaxes(1, 2),
+                f"{stem}v_b_proj.weight": by_head[:, size:],
+            }
         for piece, each in pieces.items():
             if piece == "lm_head.weight" and config.tie_word_embeddings:
                 continue

@@ -79,12 +79,12 @@ def _parts(target: MTPTarget, layer_ids: range, source: ModelSource) -> list[MTP
                 f"prediction layers; use the complete one, or method eagle3 or suffix"
             )
     is_stored = not isinstance(source.quantization, OnlineConfig)
-    embedding = f"{target.prefix}model.embed_tokens.weight"
-    head = embedding if target.tied else f"{target.prefix}lm_head.weight"
+    embedding = f"{target.prefix}model.embed_tokens"
+    head = embedding if target.tied else f"{target.prefix}lm_head"
     return [
         MTPParts(
-            embed_tokens=_differs(tensors, f"{layers}.{i}.embed_tokens.weight", embedding),
-            head=_differs(tensors, f"{layers}.{i}.shared_head.head.weight", head),
+            embed_tokens=_differs(tensors, f"{layers}.{i}.embed_tokens", embedding),
+            head=_differs(tensors, f"{layers}.{i}.shared_head.head", head),
             is_plain=is_stored and _is_plain(tensors.values(), f"{layers}.{i}."),
         )
         for i in layer_ids
@@ -96,11 +96,16 @@ def _is_plain(tensors: Iterable[CheckpointTensor], layer: str) -> bool:
     return all(tensor.dtype in _NUMBERS for tensor in tensors if tensor.name.startswith(layer))
 
 
-def _differs(tensors: Mapping[str, CheckpointTensor], name: str, shared: str) -> bool:
-    """Whether the checkpoint has `name` and it is not a copy of `shared`."""
-    if name not in tensors:
-        return False
-    a, b = tensors[name], tensors.get(shared)
+def _differs(tensors: Mapping[str, CheckpointTensor], module: str, shared: str) -> bool:
+    """Whether the checkpoint has tensors of `module`, and they are no copies of those of `shared`.
+
+    A quantised matrix is several tensors.
+    """
+    names = (name.removeprefix(module) for name in tensors if name.startswith(f"{module}."))
+    return any(not _are_equal(tensors[module + name], tensors.get(shared + name)) for name in names)
+
+
+def _are_equal(a: CheckpointTensor, b: CheckpointTensor | None) -> bool:
     if b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
-        return True
-    return not torch.equal(map_tensor(a), map_tensor(b))
+        return False
+    return torch.equal(map_tensor(a), map_tensor(b))

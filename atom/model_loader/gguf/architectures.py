@@ -7,10 +7,15 @@ rows and for what is not in the file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atom.model_loader.gguf.file import GGUFFile
+
+# Modules that no checkpoint has: keys and values of the up-projection of latents, by head.
+UP_KEYS, UP_VALUES = "self_attn.kv_b_proj.keys", "self_attn.kv_b_proj.values"
+# `expert_gating_func`
+SOFTMAX, SIGMOID = 1, 2
 
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
@@ -37,6 +42,34 @@ _SHARED_EXPERT = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+# The bias of the choice of experts is a tensor of its own in both formats.
+_BIASED_EXPERTS = {**_EXPERTS, "exp_probs_b": "mlp.gate.e_score_correction_bias"}
+_SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_LATENT_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    # Two parts of one matrix, the first transposed.
+    "attn_k_b": UP_KEYS,
+    "attn_v_b": UP_VALUES,
+    "attn_output": "self_attn.o_proj",
+}
+_PREDICTION = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
 # Rows of several matrices, one above the other.
 _FUSED_QKV = {"attn_qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj"}
 _FUSED_MLP = {"ffn_up": "mlp.gate_proj mlp.up_proj", "ffn_down": "mlp.down_proj"}
@@ -47,6 +80,30 @@ _QWEN_EXPERTS = {
     **_EXPERT_COUNTS,
     "num_experts": ("expert_count", int),
     "moe_intermediate_size": ("expert_feed_forward_length", int),
+}
+_ROUTED_EXPERTS = {
+    **_EXPERT_COUNTS,
+    "n_routed_experts": ("expert_count", int),
+    "n_shared_experts": ("expert_shared_count", int),
+    "n_group": ("expert_group_count", int),
+    "topk_group": ("expert_group_used_count", int),
+    "first_k_dense_replace": ("leading_dense_block_count", int),
+    "moe_intermediate_size": ("expert_feed_forward_length", int),
+    "routed_scaling_factor": ("expert_weights_scale", float),
+    "norm_topk_prob": ("expert_weights_norm", bool),
+}
+# Of keys that are absent.
+_ROUTED_DEFAULTS = {
+    "n_shared_experts": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": False,
+}
+_LATENT_RANKS = {
+    "q_lora_rank": ("attention.q_lora_rank", int),
+    "kv_lora_rank": ("attention.kv_lora_rank", int),
 }
 _WINDOW = {"sliding_window": ("attention.sliding_window", int)}
 
@@ -63,6 +120,8 @@ class Architecture:
     is_partial: whether fewer elements of a head may be rotated than it has.
     window_theta: the base of the rotation of layers with windows, if they have one of their own and
         no key has it.
+    gating: what `expert_gating_func` must be, where a file has it.
+    is_latent: whether keys and values are projected up from latents.
     adds_one: whether norms in the file have the 1 that the checkpoint's are without.
     """
 
@@ -74,6 +133,8 @@ class Architecture:
     pairs: bool = False
     is_partial: bool = False
     window_theta: float | None = None
+    gating: int = SOFTMAX
+    is_latent: bool = False
     adds_one: bool = False
 
 
@@ -158,6 +219,50 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         is_partial=True,
     ),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        {
+            **_ATTENTION,
+            **_QK_NORMS,
+            **_MLP,
+            **_BIASED_EXPERTS,
+            **_SHARED_EXPERTS,
+            **_PREDICTION,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+        },
+        {**_ROUTED_EXPERTS, "num_nextn_predict_layers": ("nextn_predict_layers", int)},
+        {**_ROUTED_DEFAULTS, "num_nextn_predict_layers": 0},
+        is_partial=True,
+        gating=SIGMOID,
+    ),
+    "minimax-m2": Architecture(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        {
+            **_PRE_NORMS,
+            **_ATTENTION,
+            **_QK_NORMS,
+            **_EXPERTS,
+            "exp_probs_b": "mlp.e_score_correction_bias",
+        },
+        {
+            **_EXPERT_COUNTS,
+            "num_local_experts": ("expert_count", int),
+            "intermediate_size": ("expert_feed_forward_length", int),
+        },
+        is_partial=True,
+        gating=SIGMOID,
+    ),
+    "deepseek2": Architecture(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        _PRE_NORMS | _LATENT_ATTENTION | _MLP | _EXPERTS | _SHARED_EXPERTS,
+        {**_ROUTED_EXPERTS, **_LATENT_RANKS},
+        {**_ROUTED_DEFAULTS, "q_lora_rank": None},
+        is_latent=True,
+    ),
 }
 # Mixtral's files are Llama's with experts.
 _WITH_EXPERTS: Mapping[str, Architecture] = {
@@ -171,10 +276,24 @@ _WITH_EXPERTS: Mapping[str, Architecture] = {
     ),
 }
 
+# DeepSeek-V3's are V2's with a bias of the choice of experts; so are Kimi-K2's and GLM-4.7-Flash's.
+_WITH_BIAS: Mapping[str, Architecture] = {
+    "deepseek2": replace(
+        ARCHITECTURES["deepseek2"],
+        model_class="DeepseekV3ForCausalLM",
+        model_type="deepseek_v3",
+        layer={**ARCHITECTURES["deepseek2"].layer, **_BIASED_EXPERTS},
+        constants={**_ROUTED_DEFAULTS, "q_lora_rank": None, "num_nextn_predict_layers": 0},
+        gating=SIGMOID,
+    ),
+}
+
 
 def architecture_of(file: GGUFFile) -> Architecture:
     """The file's entry; its name must be among `ARCHITECTURES`."""
     name = file.architecture
+    if name in _WITH_BIAS and any(".exp_probs_b." in tensor for tensor in file.tensors):
+        return _WITH_BIAS[name]
     if name in _WITH_EXPERTS and file.metadata.get(f"{name}.expert_count", int, 0):
         return _WITH_EXPERTS[name]
     return ARCHITECTURES[name]
@@ -182,10 +301,10 @@ def architecture_of(file: GGUFFile) -> Architecture:
 
 def _names_by_type() -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
-    for table in (ARCHITECTURES, _WITH_EXPERTS):
+    for table in (ARCHITECTURES, _WITH_EXPERTS, _WITH_BIAS):
         for name, architecture in table.items():
             found[architecture.model_type] = (*found.get(architecture.model_type, ()), name)
-    return found
+    return {**found, "glm4_moe_lite": found["deepseek_v3"]}
 
 
 # What llama.cpp calls the models of a configuration's type.

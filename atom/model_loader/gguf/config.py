@@ -43,6 +43,15 @@ _KNOWN_KEYS = {
     "vocab_size",
     "tensor_data_layout",
 }
+# Those of latent attention and its scaling.
+_LATENT_KEYS = {
+    "attention.key_length_mla",
+    "attention.value_length_mla",
+    "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+}
+_GATING = "expert_gating_func"
 # Keys that are accepted only with the value 0.
 _ZERO_KEYS = {"expert_count", "expert_used_count", "attention.sliding_window"}
 
@@ -66,8 +75,12 @@ def check_architecture(file: GGUFFile) -> None:
             f"{file.path}: GGUF architecture {architecture!r} is not supported; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    prefix = f"{architecture}."
-    known = _KNOWN_KEYS | {key for key, _ in architecture_of(file).fields.values()}
+    prefix, entry = f"{architecture}.", architecture_of(file)
+    known = _KNOWN_KEYS | {key for key, _ in entry.fields.values()}
+    if entry.is_latent:
+        known |= _LATENT_KEYS
+    if file.metadata.get(prefix + _GATING, int, entry.gating) == entry.gating:
+        known.add(_GATING)
     keys = [k.removeprefix(prefix) for k in file.metadata if k.startswith(prefix)]
     unknown = [k for k in keys if k not in known]
     refused = [k for k in unknown if k not in _ZERO_KEYS or file.metadata.get(prefix + k, int, 0)]
@@ -101,6 +114,25 @@ def head_sizes(file: GGUFFile) -> tuple[int, int]:
     return key, rotated
 
 
+def _latent_sizes(file: GGUFFile) -> dict[str, int]:
+    """Elements of one head of latent attention. Files of before 2025-04 have no keys of their own
+    for them, since their heads were stored as they are computed.
+    """
+    own = f"{file.architecture}."
+    metadata = file.metadata
+    rotated = metadata.require(own + "rope.dimension_count", int)
+    sizes = {}
+    for name in ("key_length", "value_length"):
+        key = f"{own}attention.{name}"
+        sizes[name] = metadata.get(f"{key}_mla", int) or metadata.require(key, int)
+    return {
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": sizes["key_length"] - rotated,
+        "v_head_dim": sizes["value_length"],
+        "num_key_value_heads": metadata.require(own + "attention.head_count", int),
+    }
+
+
 def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
     """The content of `config.json`.
 
@@ -121,7 +153,7 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
         "model_type": architecture.model_type,
         "attention_bias": has_bias,
         "qkv_bias": has_bias,
-        "head_dim": head_sizes(file)[0],
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         "hidden_act": "silu",
         "hidden_size": metadata.require(own + "embedding_length", int),
         "intermediate_size": metadata.require(own + "feed_forward_length", int),
@@ -137,6 +169,14 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
         **architecture.constants,
         **_fields(file, architecture),
     }
+    if architecture.is_latent:
+        config |= _latent_sizes(file)
+    else:
+        config["head_dim"] = head_sizes(file)[0]
+    if config["model_type"] == "deepseek_v2" and config["n_group"] > 1:
+        config["topk_method"] = "group_limited_greedy"
+    # They are counted as blocks.
+    config["num_hidden_layers"] -= config.get("num_nextn_predict_layers", 0)
     if architecture.model_type == "gemma3_text":
         config["query_pre_attn_scalar"] = _gemma3_scalar(config)
     if "blk.0.ffn_gate.bias" in file.tensors:
@@ -174,7 +214,7 @@ def _check_tensors(file: GGUFFile, config: dict[str, Any]) -> None:
     """Refuse metadata that the tensors contradict, before they are converted."""
     blocks = [int(match[1]) for name in file.tensors if (match := _BLOCK.match(name))]
     stated, found = config["num_hidden_layers"], max(blocks, default=-1) + 1
-    if stated != found:
+    if found not in (stated, stated + config.get("num_nextn_predict_layers", 0)):
         raise WeightError(
             f"{file.path}: block_count is {stated}, and the file holds {found} blocks of tensors"
         )
@@ -208,6 +248,8 @@ def _token_ids(file: GGUFFile, names: tuple[str, ...]) -> dict[str, int]:
 
 def _rope_parameters(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     """With the part of each head that is rotated, where it is not all."""
+    if architecture_of(file).is_latent:
+        return _scaling(file, config)
     size, rotated = head_sizes(file)
     partial = {} if rotated == size else {"partial_rotary_factor": rotated / size}
     parameters = {**_scaling(file, config), **partial}
@@ -243,7 +285,25 @@ def _scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
         parameters["original_max_position_embeddings"] = metadata.require(
             own + "scaling.original_context_length", int
         )
+    if architecture_of(file).is_latent:
+        parameters |= _latent_scaling(file)
     return parameters
+
+
+def _latent_scaling(file: GGUFFile) -> dict[str, float]:
+    """DeepSeek's additions to YaRN. `yarn_log_multiplier` is a tenth of `mscale_all_dim`, and that
+    is `mscale` in every published configuration.
+    """
+    own = f"{file.architecture}.rope.scaling.yarn_"
+    metadata = file.metadata
+    found = {
+        name: metadata.require(own + name, float)
+        for name in ("beta_fast", "beta_slow")
+        if own + name in metadata
+    }
+    if (multiplier := metadata.get(own + "log_multiplier", float)) is not None:
+        found["mscale"] = found["mscale_all_dim"] = round(multiplier * 10, 6)
+    return found
 
 
 def _llama3_parameters(file: GGUFFile, theta: float, size: int) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from atom.model_loader.gguf.config import (
 )
 from atom.model_loader.gguf.file import GGUFFile
 from atom.model_loader.gguf.tensors import (
+    PRECISE,
     ConvertedTensor,
     plan_tensors,
     read_blocks,
@@ -62,9 +63,13 @@ def choose_kept(tensors: Sequence[ConvertedTensor]) -> KeptBlocks:
     types, dequantised = {}, Counter[str]()
     for tensor in tensors:
         kind = tensor.source.kind
+        if tensor.beside is not None and GGML_QUANT_SIZES[kind][0] > 1:
+            dequantised["stored transposed"] += 1
         if len(tensor.source.shape) != 2 or GGML_QUANT_SIZES[kind][0] == 1:
             continue
-        if kind.name in TYPES:
+        if tensor.name.endswith(".eh_proj.weight"):  # plain numbers in every model
+            dequantised["of prediction layers' projections"] += 1
+        elif kind.name in TYPES:
             types[tensor.name.removesuffix(".weight")] = kind.name
         else:
             dequantised[f"of type {kind.name}"] += 1
@@ -200,7 +205,9 @@ def _written(tensor: ConvertedTensor, kept: KeptBlocks, dtype: torch.dtype) -> I
     """A matrix whose blocks are kept is several tensors, others are one of plain numbers."""
     module = tensor.name.removesuffix(".weight")
     if module not in kept.types:
-        spec = TensorSpec(tensor.name, tensor.source.shape, dtype)
+        if module.endswith(PRECISE):
+            dtype = torch.float32
+        spec = TensorSpec(tensor.name, tensor.shape, dtype)
         yield _Written(spec, partial(read_values, tensor=tensor, dtype=dtype))
         return
     rows, columns = tensor.source.shape

@@ -18,7 +18,12 @@ from gguf.quants import dequantize
 
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
-from atom.model_loader.gguf.architectures import Architecture, architecture_of
+from atom.model_loader.gguf.architectures import (
+    UP_KEYS,
+    UP_VALUES,
+    Architecture,
+    architecture_of,
+)
 from atom.model_loader.gguf.blocks import read_part
 from atom.model_loader.gguf.file import GGUFFile, GGUFTensor
 from atom.model_ops.finite import check_finite
@@ -35,6 +40,8 @@ _OUTER_NAMES = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
+# What tensors that stay in float32 end with: few numbers, whose rounding changes choices.
+PRECISE = "e_score_correction_bias"
 # Factors of frequencies, which become part of the configuration.
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
@@ -46,12 +53,23 @@ class ConvertedTensor:
     interleaved_head_dim: rows per head if the two rotary halves are interleaved row by row; None if
     the rows are in Hugging Face order.
     subtracted: from each value.
+    beside: the values' part of an up-projection of latents, [heads, size, rank]; the source is then
+        the keys' part, [heads, rank, size].
     """
 
     name: str
     source: GGUFTensor
     interleaved_head_dim: int | None
     subtracted: float = 0.0
+    beside: GGUFTensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the checkpoint."""
+        if self.beside is None:
+            return self.source.shape
+        heads, rank, size = self.source.shape
+        return heads * (size + self.beside.shape[1]), rank
 
 
 def plan_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[ConvertedTensor]:
@@ -79,13 +97,44 @@ def plan_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[ConvertedTen
             unit = config["head_dim"] if reordered else None
             subtracted = float(architecture.adds_one and part_name.endswith("norm.weight"))
             planned.append(ConvertedTensor(part_name, part, unit, subtracted))
+    planned = _with_up_projections(planned)
     if unknown:
         raise ConfigError(
             f"{file.path}: no {file.architecture} model has the tensors {name_some(unknown)}"
         )
-    for kind in {planned_tensor.source.kind for planned_tensor in planned}:
+    sources = [source for t in planned for source in (t.source, t.beside) if source is not None]
+    for kind in {source.kind for source in sources}:
         _check_kind(file, kind)
     return planned
+
+
+def _with_up_projections(planned: list[ConvertedTensor]) -> list[ConvertedTensor]:
+    """The two parts of an up-projection of latents are one tensor.
+
+    Raises:
+        WeightError: when they do not fit.
+    """
+    values = {t.name: t.source for t in planned if f".{UP_VALUES}." in t.name}
+    joined = []
+    for tensor in planned:
+        if tensor.name in values:
+            continue
+        if f".{UP_KEYS}." in tensor.name:
+            beside = values.get(tensor.name.replace(UP_KEYS, UP_VALUES))
+            _check_up_projection(tensor.source, beside)
+            name = tensor.name.replace(UP_KEYS, UP_KEYS.rpartition(".")[0])
+            tensor = replace(tensor, name=name, beside=beside)
+        joined.append(tensor)
+    return joined
+
+
+def _check_up_projection(keys: GGUFTensor, values: GGUFTensor | None) -> None:
+    shapes = [keys.shape, () if values is None else values.shape]
+    if [len(shape) for shape in shapes] != [3, 3] or shapes[0][:2] != shapes[1][::2]:
+        raise WeightError(
+            f"{keys.path}: {keys.name} of shape {list(shapes[0])} and the attn_v_b beside it of "
+            f"{list(shapes[1])} should be [heads, rank, size] and [heads, size, rank]"
+        )
 
 
 def _hugging_face_name(architecture: Architecture, name: str) -> str | None:
@@ -93,9 +142,11 @@ def _hugging_face_name(architecture: Architecture, name: str) -> str | None:
     stem, _, suffix = name.rpartition(".")
     if suffix not in ("weight", "bias"):
         return None
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
+    if match := re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem):
         layer, part = match.groups()
         modules = architecture.layer.get(part, "").split()
+        if modules and modules[0].endswith(PRECISE):
+            return f"model.layers.{layer}.{modules[0]}"
         return " ".join(f"model.layers.{layer}.{module}.{suffix}" for module in modules) or None
     outer = _OUTER_NAMES.get(stem)
     return f"{outer}.{suffix}" if outer else None
@@ -181,9 +232,23 @@ def read_values(tensor: ConvertedTensor, dtype: torch.dtype) -> Iterator[torch.T
         WeightError: when a value is NaN or infinite, or would be infinite in `dtype`.
     """
     name = f"{tensor.source.path}: {tensor.source.name}"
+    if tensor.beside is not None:
+        yield _narrowed(_up_projection(tensor.source, tensor.beside), dtype, name)
+        return
     for raw in _read_rows(tensor):
         values = torch.from_numpy(dequantize(raw, tensor.source.kind))
         yield _narrowed(values - tensor.subtracted if tensor.subtracted else values, dtype, name)
+
+
+def _up_projection(keys: GGUFTensor, values: GGUFTensor) -> torch.Tensor:
+    """[heads * (keys' and values' size), rank], the rows of each head together."""
+    parts = [_all_values(keys).transpose(1, 2), _all_values(values)]
+    return torch.cat(parts, dim=1).flatten(0, 1)
+
+
+def _all_values(tensor: GGUFTensor) -> torch.Tensor:
+    rows = np.concatenate(list(_read_rows(ConvertedTensor(tensor.name, tensor, None))))
+    return torch.from_numpy(dequantize(rows, tensor.kind)).view(tensor.shape)
 
 
 def read_blocks(tensor: ConvertedTensor, part: str) -> Iterator[torch.Tensor]:
