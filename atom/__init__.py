@@ -8,7 +8,12 @@ from atom.version import __version__
 
 if TYPE_CHECKING:
     from atom.entrypoints.llm import LLM
-    from atom.outputs import CompletionOutput, RequestOutput
+    from atom.outputs import (
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
     from atom.sampling_params import SamplingParams
     from atom.structured_output.outputs_params import StructuredOutputsParams
     from atom.structured_output.params import StructuredOutput
@@ -16,8 +21,10 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutput",
     "StructuredOutputsParams",
     "__version__",
@@ -30,6 +37,8 @@ _HOMES = {
     "StructuredOutputsParams": "atom.structured_output.outputs_params",
     "RequestOutput": "atom.outputs",
     "CompletionOutput": "atom.outputs",
+    "EmbeddingRequestOutput": "atom.outputs",
+    "ScoringRequestOutput": "atom.outputs",
 }
 
 

@@ -29,6 +29,7 @@ DTYPE_SPELLINGS = {
     "float": "float32",
     "fp32": "float32",
 }
+TASKS = ("auto", "generate", "embed", "score")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 LOAD_STRATEGIES = ("lazy", "prefetch")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8")
@@ -130,6 +131,13 @@ class ModelOptions(Options):
     model: str | None = option(
         None, "folder, .gguf file or hub id; the embedded model when omitted"
     )
+    task: str = option(
+        "auto",
+        "what the model does: generate text, embed texts or score pairs of them; auto is what its "
+        "files say",
+        choices=TASKS,
+        spellings={"embedding": "embed", "classify": "score"},
+    )
     tokenizer: str | None = option(None, "tokenizer folder or hub id, when not the model's own")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     trust_remote_code: bool = option(False, "run code that the checkpoint carries")
@@ -170,6 +178,11 @@ class ModelOptions(Options):
         "context length, such as 4096, 8k (8000) or 8K (8192); the model's own when omitted",
         parse=parse_count,
         at_least=2,
+    )
+    is_matryoshka: bool = option(
+        False,
+        "the vectors of an embedding model may be cut (dimensions of requests), although its "
+        "config.json does not say so",
     )
     generation_config: str = option(
         "auto",

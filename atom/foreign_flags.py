@@ -92,7 +92,10 @@ _OFFLOAD = "missing here: KV caches are kept on the device alone"
 _TRANSFER = "missing here: KV caches are neither moved to the host nor sent to other engines"
 _SPLIT = "missing here: --tensor-parallel-size and --data-parallel-size share the work of GPUs"
 _ADAPTERS = "adapters (LoRA) are missing here: merge them into a checkpoint"
-_EMBEDDINGS = "embeddings, ranking and pooling are missing here: models generate text"
+_EMBEDDINGS = (
+    "a model's files say whether it generates, embeds or scores; --task does, where they leave it "
+    "open"
+)
 _MACHINES = (
     "one command starts all engines of a machine (--data-parallel-size); --nnodes, --node-rank "
     "and --master-addr spread one engine over machines"
@@ -212,7 +215,7 @@ _VLLM = [
     *_refused(
         VLLM,
         _EMBEDDINGS,
-        "--task --runner --convert",
+        "--runner --convert",
         harmless=("auto", "generate", "none"),
     ),
     *_refused(VLLM, _CONFIG, "--hf-overrides", harmless=("{}",)),
@@ -487,7 +490,7 @@ _LLAMA = [
     *_refused(LLAMA, "--method names how drafts are made", "--spec-type"),
     *_refused(LLAMA, _ADAPTERS, "--lora --lora-scaled --control-vector"),
     *_refused(LLAMA, _EMBEDDINGS, "--embedding --embeddings --reranking --rerank", _NOTHING),
-    *_refused(LLAMA, _EMBEDDINGS, "--pooling"),
+    *_refused(LLAMA, "pooled as the checkpoint's modules.json says", "--pooling"),
     *_refused(LLAMA, _IMAGES, "--mmproj -mm --mmproj-url"),
     *_refused(LLAMA, _CONFIG, "--rope-freq-base --rope-freq-scale --rope-scale --override-kv"),
     *_refused(

@@ -97,3 +97,45 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     spec_decode: SpecDecodeStats | None = None
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """A text's vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """What embedding a text returns; `prompt_token_ids` include special tokens."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """How well one text answers another."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """What scoring a pair of texts returns.
+
+    Attributes:
+        prompt_token_ids: of the pair, or, where a model embeds, of both one after the other.
+    """
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    finished: bool = True

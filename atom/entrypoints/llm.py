@@ -14,6 +14,7 @@ from tqdm import tqdm
 from atom.entrypoints.chat.template import ChatTemplates, Message
 from atom.entrypoints.engine_metrics import EngineMetric, engine_metrics
 from atom.entrypoints.offline.interrupts import interrupts_held
+from atom.entrypoints.offline.pooling import OfflinePooling
 from atom.entrypoints.offline.prompts import (
     Prompt,
     content_of,
@@ -26,13 +27,19 @@ from atom.model_engine.arg_utils import choose_draft, engine_config
 from atom.model_engine.llm_engine import LLMEngine
 from atom.model_engine.processes.launched import run_as_follower_if_launched
 from atom.model_engine.replicas.mailbox import merge
-from atom.outputs import RequestOutput
+from atom.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from atom.pooling.engine import PoolingEngine
+from atom.pooling.source import pooling_source
 from atom.sampling_params import SamplingParams
 from atom.text.control_tokens import ControlTokens
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 # Whether there is a progress bar, or what makes it instead of tqdm.
 Progress = bool | Callable[..., Any]
+
+
+class WrongTaskError(ValueError):
+    """The model does something else than what is asked of it; the message says what."""
 
 
 class GenerationError(RuntimeError):
@@ -78,7 +85,7 @@ class _Mail:
 
 
 class LLM:
-    """A model to generate with, in this process.
+    """A model to generate with, or to embed or score with, in this process.
 
     Every call and every iterator gets the outputs of its own requests, whichever of them makes
     the engine step; requests of a suspended iterator go on while others are read. One thread uses
@@ -105,7 +112,9 @@ class LLM:
         config = engine_config(**choose_draft(given, no_speculation))
         if (status := run_as_follower_if_launched(config)) is not None:
             raise SystemExit(status)
-        self.engine = LLMEngine(config)
+        source = pooling_source(config)
+        self._pooling = None if source is None else OfflinePooling(PoolingEngine(config, source))
+        self._engine = LLMEngine(config) if source is None else None
         self._chat_templates: dict[str | None, ChatTemplates] = {}
         self._request_ids = itertools.count()
         # Of all requests that were begun and neither finished nor left.
@@ -122,16 +131,40 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    @property
+    def engine(self) -> LLMEngine:
+        """What generates.
+
+        Raises:
+            WrongTaskError: when the model embeds or scores.
+        """
+        if self._engine is None:
+            raise WrongTaskError(
+                f"{self._pooler.engine.description}, and generates none: call embed() or score()"
+            )
+        return self._engine
+
+    @property
+    def _pooler(self) -> OfflinePooling:
+        if self._pooling is None:
+            raise WrongTaskError(
+                f"{self.engine.model_name} generates text, and neither embeds nor scores: call "
+                f"generate() or chat()"
+            )
+        return self._pooling
+
     @cached_property
     def _control_tokens(self) -> ControlTokens:
         return ControlTokens(self.engine.tokenizer)
 
     @property
     def tokenizer(self) -> Any:
-        return self.engine.transformers_tokenizer
+        return self.get_tokenizer()
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, transformers' kind."""
+        if self._pooling is not None:
+            return self._pooling.engine.loaded.tokenizer
         return self.engine.transformers_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -276,6 +309,54 @@ class LLM:
         finally:
             self._forget([request_id])
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each text or list of token ids, in their order.
+
+        Args:
+            dimensions: numbers to cut the vectors to, where the model allows it.
+            prompt_name: of a text of the checkpoint to put before each, such as `query`.
+            truncate_prompt_tokens: tokens to cut longer inputs to; -1 for the model's limit.
+
+        Raises:
+            WrongTaskError: when the model does not embed.
+            RequestRefusedError: for an input that the model cannot take.
+            RequestFailedError: when computing one raised an error.
+        """
+        return self._pooler.embed(prompts, dimensions, prompt_name, truncate_prompt_tokens)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_activation: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well each text of `data_2` answers that of `data_1`: by a model that scores pairs, or
+        as the cosine of their vectors.
+
+        Args:
+            data_1: one text, or as many as the others.
+            instruction: what the task is, for models that are told.
+            truncate_prompt_tokens: as `embed`.
+            use_activation: whether a model's answer passes through its sigmoid, if it has one.
+
+        Raises:
+            WrongTaskError: when the model generates.
+            RequestRefusedError, RequestFailedError: as `embed`.
+        """
+        return self._pooler.score(
+            data_1, data_2, instruction, truncate_prompt_tokens, use_activation
+        )
+
     def reset_prefix_cache(self) -> bool:
         """Forget the KV of earlier prompts; false, with nothing done, while requests are live."""
         return self.engine.reset_prefix_cache()
@@ -300,7 +381,10 @@ class LLM:
         self.engine.wake_up()
 
     def shutdown(self) -> None:
-        self.engine.shutdown()
+        if self._pooling is not None:
+            self._pooling.engine.shutdown()
+        else:
+            self.engine.shutdown()
 
     def _run(
         self, requests: list[tuple[Prompt, SamplingParams, int]], use_tqdm: Progress

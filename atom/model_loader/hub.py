@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -67,7 +68,18 @@ def download_tokenizer(model: str, options: ModelOptions) -> Path:
     return _download(model, options, None, list(_TOKENIZER_PATTERNS))
 
 
-def _download(model: str, options: ModelOptions, revision: str | None, patterns: list[str]) -> Path:
+def download_dense(model: str, options: ModelOptions) -> Path:
+    """The layers behind the pooling of an embedding model, in folders beside its own weights."""
+    return _download(model, options, options.revision, ["*_Dense/model.safetensors"], ignored=())
+
+
+def _download(
+    model: str,
+    options: ModelOptions,
+    revision: str | None,
+    patterns: list[str],
+    ignored: Sequence[str] = _IGNORED_PATTERNS,
+) -> Path:
     # Not above: it takes as long to import as a small model to load.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -86,7 +98,7 @@ def _download(model: str, options: ModelOptions, revision: str | None, patterns:
             model,
             revision=revision,
             allow_patterns=patterns,
-            ignore_patterns=list(_IGNORED_PATTERNS),
+            ignore_patterns=list(ignored),
         )
     except HFValidationError as error:
         raise ConfigError(f"{model!r} is neither a path nor a hub id: {error}") from error

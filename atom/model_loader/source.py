@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from atom.model_loader.generation_config import sampling_defaults
 from atom.model_loader.gguf.cache import recall, remember
 from atom.model_loader.gguf.split import split_paths
 from atom.model_loader.hub import download, download_gguf, looks_like_path
+from atom.model_loader.pooling_task import encoder_hint, pooling_task
 from atom.model_loader.quantization import choose_quantization, config_levels
 from atom.model_loader.read_files import check_folder
 from atom.model_loader.safetensors_reader import CheckpointTensor, map_tensor
@@ -134,15 +135,16 @@ def resolve_model(options: ModelOptions) -> ModelSource:
         WeightError: when a GGUF or safetensors file is damaged.
     """
     name = options.model or EMBEDDED_MODEL_NAME
-    location = embedded_model() if options.model is None else _locate(options.model, options)
+    location = embedded_model() if options.model is None else locate_model(options.model, options)
+    _refuse_pooling(location, options)
     gguf = _gguf_file(location, options)
     if gguf is None:
         raw = _read_config(location)
         _refuse_unsupported(location, raw, options)
-        default_dtype = _default_dtype(location, raw)
+        dtype = default_dtype(location, raw)
         folder = location
     else:
-        folder, default_dtype = _from_gguf(gguf, options)
+        folder, dtype = _from_gguf(gguf, options)
         raw = _read_config(folder)
     quantization = choose_quantization(folder, raw, options)
     config = _load_config(folder, raw, options)
@@ -151,7 +153,7 @@ def resolve_model(options: ModelOptions) -> ModelSource:
     vocab_size = config.get_text_config().vocab_size
     eos_token_ids = end_token_ids(folder, raw, options, vocab_size)
     defaults = sampling_defaults(_EMBEDDED_CONFIG if options.model is None else folder, options)
-    return ModelSource(folder, name, config, eos_token_ids, default_dtype, defaults, quantization)
+    return ModelSource(folder, name, config, eos_token_ids, dtype, defaults, quantization)
 
 
 def embedded_model() -> Path:
@@ -172,7 +174,12 @@ def embedded_model() -> Path:
     )
 
 
-def _locate(model: str, options: ModelOptions) -> Path:
+def locate_model(model: str, options: ModelOptions) -> Path:
+    """The folder or GGUF file of a name, downloaded if it is a hub id.
+
+    Raises:
+        ConfigError: when there is none.
+    """
     path = Path(model).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
@@ -253,9 +260,20 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         known_architecture(raw.get("architectures"), raw.get("model_type"))
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}{encoder_hint(raw)}") from None
     check_config(raw, str(path))
     return raw
+
+
+def _refuse_pooling(folder: Path, options: ModelOptions) -> None:
+    """Refuse to generate with what embeds or scores."""
+    if (task := pooling_task(folder, options)) is not None:
+        raise ConfigError(
+            f"{folder} is a model to {task} texts, which the server and LLM run; here it would "
+            f"generate. task generate (--task) does so, if it can"
+        )
+    if options.is_matryoshka:
+        raise ConfigError(f"is_matryoshka is of embedding models, and {folder} generates text")
 
 
 def _refuse_unsupported(folder: Path, raw: dict[str, Any], options: ModelOptions) -> None:
@@ -306,8 +324,8 @@ def _auto_config(folder: Path, options: ModelOptions) -> PretrainedConfig:
     return AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
 
 
-def _default_dtype(folder: Path, raw: dict[str, Any]) -> torch.dtype:
-    """The configuration's dtype, else the one in which most weights are stored."""
+def default_dtype(folder: Path, raw: Mapping[str, Any]) -> torch.dtype:
+    """What `--dtype auto` means: the configuration's, else the one of most weights."""
     for level in config_levels(raw):
         stated = level.get("dtype") or level.get("torch_dtype")
         if stated is not None:

@@ -39,7 +39,12 @@ def load_tokenizer(source: ModelSource, options: ModelOptions) -> PreTrainedToke
 
 def tokenizer_folder(source: ModelSource, options: ModelOptions) -> Path:
     """Where the tokenizer of a model is: in its folder, or where --tokenizer says."""
-    return source.path if options.tokenizer is None else _locate(options.tokenizer, options)
+    return locate_tokenizer(source.path, options)
+
+
+def locate_tokenizer(folder: Path, options: ModelOptions) -> Path:
+    """The same of a model that lies in `folder`."""
+    return folder if options.tokenizer is None else _locate(options.tokenizer, options)
 
 
 def _locate(tokenizer: str, options: ModelOptions) -> Path:

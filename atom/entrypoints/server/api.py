@@ -1,4 +1,4 @@
-"""The handlers of all routes."""
+"""The handlers of the routes of a model that generates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from atom.entrypoints.chat.generation import (
     Generation,
     fingerprint_field,
     respond,
-    unless_disconnected,
 )
 from atom.entrypoints.chat.protocol import (
     ChatCompletionRequest,
@@ -32,7 +31,7 @@ from atom.entrypoints.chat.protocol import (
 )
 from atom.entrypoints.chat.tokenization import PromptEncoder
 from atom.entrypoints.chat.translation import Translation, renamed, respond_translated
-from atom.entrypoints.http.body import BodyRoom, parse_body, read_body
+from atom.entrypoints.http.body import parse_body
 from atom.entrypoints.http.errors import (
     SERVER_ERROR,
     ApiError,
@@ -41,39 +40,28 @@ from atom.entrypoints.http.errors import (
 )
 from atom.entrypoints.http.metrics import ServerMetrics
 from atom.entrypoints.http.unknown_fields import UnknownFields
-from atom.entrypoints.http.workers import Workers
 from atom.entrypoints.openai.completions import CompletionFormat, prepare_completion
 from atom.entrypoints.openai.responses import api as responses
 from atom.entrypoints.openai.responses.events import ResponseTranslation
 from atom.entrypoints.openai.responses.protocol import ResponsesRequest
-from atom.entrypoints.server_options import ServerOptions
+from atom.entrypoints.server.base import BaseApi
 from atom.entrypoints.sglang.api import prepare_generate, respond_generate
 from atom.entrypoints.sglang.protocol import GenerateRequest
 from atom.model_engine.async_engine import AsyncEngine
 from atom.quoting import quote
 from atom.text.detokenizer import Vocabulary
-from atom.version import __version__
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Api:
-    """The handlers, and what they work with.
-
-    Attributes:
-        model_names: what requests may call the model; the first is what answers say.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Api(BaseApi):
+    """The handlers of a model that generates, and what they work with."""
 
     engine: AsyncEngine
-    options: ServerOptions
     encoder: PromptEncoder
-    workers: Workers
-    room: BodyRoom
     vocabulary: Vocabulary
     metrics: ServerMetrics
-    model_names: tuple[str, ...]
-    created: int
 
     async def completions(self, request: Request) -> Response:
         def prepare(data: bytes, unknown: UnknownFields) -> tuple[Generation, CompletionFormat]:
@@ -164,17 +152,6 @@ class Api:
             chat, add_special_tokens=False, with_tools=chat.tool_choice != "none"
         )
         return len(prompt.token_ids)
-
-    async def _prepared(
-        self, request: Request, prepare: Callable[[bytes, UnknownFields], Result]
-    ) -> Result:
-        """What `prepare` makes of the body; of a large one it does so in a thread."""
-        unknown = UnknownFields(self.options.unknown_fields == "refuse")
-        request.state.unknown_fields = unknown
-        with self.room.share() as take:
-            data = await read_body(request, self.options.max_body_bytes, take)
-            work = self.workers.run(len(data), functools.partial(prepare, data, unknown))
-            return await unless_disconnected(request, work)
 
     def _chat(
         self, body: ChatCompletionRequest, model: str, field_names: Mapping[str, str] | None = None
@@ -275,6 +252,15 @@ class Api:
     async def tokenizer_info(self) -> Response:
         return json_response(self.encoder.describe())
 
+    async def embeds_nothing(self) -> Response:
+        """The answer of the routes of models that embed or score."""
+        raise bad_request(
+            f"{self.model_names[0]} generates text, and neither embeds nor scores: POST "
+            f"/v1/chat/completions or /v1/completions",
+            "model",
+            "wrong_task",
+        )
+
     async def health(self) -> Response:
         if (trouble := self.engine.trouble) is not None:
             raise ApiError(503, trouble, kind=SERVER_ERROR, code="unhealthy")
@@ -297,36 +283,12 @@ class Api:
         )
         return Response(content, media_type=content_type)
 
-    async def version(self) -> Response:
-        return json_response({"version": __version__})
-
-    def _model(self, name: str | None) -> str:
-        if not name:
-            return self.model_names[0]
-        if name not in self.model_names:
-            raise ApiError(
-                404,
-                f"the model {quote(name)} does not exist; this server has "
-                f"{', '.join(self.model_names)}",
-                param="model",
-                code="model_not_found",
-            )
-        return name
-
     def _model_info(self, name: str) -> dict[str, Any]:
         return model_info(name, self.created, self.engine.limits.max_model_len)
 
     def _model_card(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "atom",
-            "root": self.model_names[0],
-            "parent": None,
-            "max_model_len": self.engine.limits.max_model_len,
-            "speculation": self._speculation(),
-        }
+        card = self._card(name, self.engine.limits.max_model_len)
+        return {**card, "speculation": self._speculation()}
 
     def _speculation(self) -> dict[str, Any] | None:
         """How drafts are proposed; None without speculation."""

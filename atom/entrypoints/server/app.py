@@ -29,6 +29,7 @@ from atom.entrypoints.http.workers import Workers
 from atom.entrypoints.parsing.tool_parsers import GENERIC
 from atom.entrypoints.server.api import Api
 from atom.entrypoints.server.openapi import add_document_route
+from atom.entrypoints.server.pooling_api import POOLING_BODIES
 from atom.entrypoints.server_options import ServerOptions
 from atom.messages import EngineDeadError, RequestFailedError, RequestRefusedError
 from atom.model_engine.async_engine import AsyncEngine, QueueFullError
@@ -37,6 +38,12 @@ from atom.version import __version__
 
 # nginx's status for a client that has gone; nobody reads it.
 CLIENT_CLOSED_REQUEST = 499
+
+
+GENERATION_ROUTES = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/messages/count_tokens", "/generate"),
+)
 
 
 def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetrics) -> FastAPI:
@@ -50,8 +57,8 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     servers = [{"url": options.root_path}] if options.root_path else None
     app = FastAPI(title="ATOM", version=__version__, openapi_url=None, servers=servers)
     _add_routes(app, _create_api(engine, options, metrics), has_ui=options.ui)
-    _add_error_handlers(app)
-    _add_middleware(app, options)
+    add_error_handlers(app)
+    add_middleware(app, options)
     return app
 
 
@@ -85,6 +92,8 @@ def _add_routes(app: FastAPI, api: Api, *, has_ui: bool) -> None:
     app.add_api_route("/v1/responses", api.responses, methods=["POST"])
     app.add_api_route("/v1/messages", api.messages, methods=["POST"])
     app.add_api_route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"])
+    for path in POOLING_BODIES:
+        app.add_api_route(path, api.embeds_nothing, methods=["POST"], include_in_schema=False)
     app.add_api_route("/v1/models", api.models)
     app.add_api_route("/v1/models/{model_id:path}", api.model)
     app.add_api_route("/generate", api.generate, methods=["POST"])
@@ -97,7 +106,7 @@ def _add_routes(app: FastAPI, api: Api, *, has_ui: bool) -> None:
     add_document_route(app)
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unforeseen)
@@ -111,7 +120,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(error, _on_exception)
 
 
-def _add_middleware(app: FastAPI, options: ServerOptions) -> None:
+def add_middleware(app: FastAPI, options: ServerOptions) -> None:
     """The last one added is the outermost: preflight requests carry no key."""
     if options.api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=options.api_keys)

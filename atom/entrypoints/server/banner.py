@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from atom.entrypoints.server_options import ServerOptions
 from atom.model_engine.async_engine import AsyncEngine
+from atom.pooling.engine import PoolingEngine
 from atom.speculative_options import SpeculativeOptions
 from atom.version import __version__
 
@@ -29,6 +32,30 @@ def banner(url: str, options: ServerOptions, engine: AsyncEngine) -> str:
         "metrics": f"{root}/metrics",
         "API key": "needed" if options.api_keys else "none: open to all who reach it",
     }
+    return _table(lines)
+
+
+def pooling_banner(url: str, options: ServerOptions, engine: PoolingEngine) -> str:
+    """The same of a model that embeds or scores."""
+    loaded = engine.loaded
+    root = f"{'' if options.uds else url}{options.root_path}"
+    most = f"{loaded.limits.max_model_len:,} tokens of an input"
+    if loaded.embedding is None:
+        does, routes = "scores pairs of texts", "score, rerank"
+    else:
+        does, routes = f"embeds, {loaded.embedding.dimension} numbers", "embeddings, score, rerank"
+    lines = {
+        "model": engine.model_name,
+        "task": f"{does}; {most}",
+        "runs on": loaded.runs_on,
+        "APIs": f"{root}/v1/{{{routes}}}",
+        "metrics": f"{root}/metrics",
+        "API key": "needed" if options.api_keys else "none: open to all who reach it",
+    }
+    return _table(lines)
+
+
+def _table(lines: Mapping[str, str]) -> str:
     rows = (f"  {name:<12} {text}" for name, text in lines.items())
     return "\n".join([f"ATOM {__version__}", *rows])
 

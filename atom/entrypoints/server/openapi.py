@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -46,12 +47,16 @@ ANSWERS = {
 }
 
 
-def add_document_route(app: FastAPI) -> None:
-    """Serve the document as `/openapi.json`; it is made when it is first asked for."""
+def add_document_route(app: FastAPI, bodies: Mapping[str, type[BaseModel]] = BODIES) -> None:
+    """Serve the document as `/openapi.json`; it is made when it is first asked for.
+
+    Args:
+        bodies: by route.
+    """
 
     @functools.cache
     def encoded() -> bytes:
-        return msgspec.json.encode(create_document(app))
+        return msgspec.json.encode(create_document(app, bodies))
 
     async def openapi() -> Response:
         return Response(encoded(), media_type="application/json")
@@ -59,11 +64,11 @@ def add_document_route(app: FastAPI) -> None:
     app.add_api_route("/openapi.json", openapi, include_in_schema=False)
 
 
-def create_document(app: FastAPI) -> dict[str, Any]:
+def create_document(app: FastAPI, bodies: Mapping[str, type[BaseModel]] = BODIES) -> dict[str, Any]:
     """The document of `app`'s routes."""
     document = app.openapi()
     schemas, definitions = models_json_schema(
-        [(model, "validation") for model in dict.fromkeys(BODIES.values())],
+        [(model, "validation") for model in dict.fromkeys(bodies.values())],
         ref_template=REFERENCE,
     )
     document["components"] = {"schemas": definitions["$defs"]}
@@ -72,8 +77,8 @@ def create_document(app: FastAPI) -> dict[str, Any]:
             answers = operation["responses"]
             answers.pop("422", None)
             answers |= {status: {"description": said} for status, said in ANSWERS.items()}
-            if path in BODIES:
-                schema = schemas[BODIES[path], "validation"]
+            if path in bodies:
+                schema = schemas[bodies[path], "validation"]
                 content = {"application/json": {"schema": schema}}
                 operation["requestBody"] = {"required": True, "content": content}
     return document

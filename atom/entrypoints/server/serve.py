@@ -14,18 +14,24 @@ import stat
 from collections.abc import Iterator
 
 import uvicorn
+from fastapi import FastAPI
 
 from atom.config import EngineConfig
 from atom.entrypoints.http.connection import BoundedProtocol
 from atom.entrypoints.http.metrics import ServerMetrics
 from atom.entrypoints.http.sse import cancel
 from atom.entrypoints.server.app import create_app
-from atom.entrypoints.server.banner import banner
+from atom.entrypoints.server.banner import banner, pooling_banner
+from atom.entrypoints.server.pooling_app import create_pooling_app, refuse_generation_options
 from atom.entrypoints.server.stats_log import log_stats
 from atom.entrypoints.server_options import OptionError, ServerOptions
 from atom.model_engine.async_engine import AsyncEngine
+from atom.pooling.async_engine import AsyncPoolingEngine
+from atom.pooling.source import pooling_source
 
 logger = logging.getLogger(__name__)
+
+AnyEngine = AsyncEngine | AsyncPoolingEngine
 
 # After the engine's death the server lives on that long to say so: requests in flight get
 # their errors and /health answers 503.
@@ -91,18 +97,14 @@ async def serve(engine_config: EngineConfig, options: ServerOptions, sock: socke
     """Run until a signal or the engine's death; returns the process's exit code."""
     signals = _Signals()
     metrics = ServerMetrics()
-    starting = asyncio.create_task(
-        AsyncEngine.start(
-            engine_config, max_waiting_requests=options.max_waiting_requests, observer=metrics
-        )
-    )
+    starting = asyncio.create_task(_start(engine_config, options, metrics))
     if not await signals.wait_unless_done(starting):
         logger.info("stopped while loading the model")
         await cancel(starting)
         return 0
     engine = starting.result()
     try:
-        app = create_app(engine, options, metrics)
+        app = _create_app(engine, options, metrics)
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -118,9 +120,30 @@ async def serve(engine_config: EngineConfig, options: ServerOptions, sock: socke
         await engine.shutdown(0)
 
 
+async def _start(config: EngineConfig, options: ServerOptions, metrics: ServerMetrics) -> AnyEngine:
+    source = await asyncio.to_thread(pooling_source, config)
+    limit = options.max_waiting_requests
+    if source is None:
+        return await AsyncEngine.start(config, max_waiting_requests=limit, observer=metrics)
+    refuse_generation_options(options, source.name)
+    return await AsyncPoolingEngine.start(config, source, max_waiting_requests=limit)
+
+
+def _create_app(engine: AnyEngine, options: ServerOptions, metrics: ServerMetrics) -> FastAPI:
+    if isinstance(engine, AsyncPoolingEngine):
+        return create_pooling_app(engine, options)
+    return create_app(engine, options, metrics)
+
+
+def _banner(url: str, options: ServerOptions, engine: AnyEngine) -> str:
+    if isinstance(engine, AsyncPoolingEngine):
+        return pooling_banner(url, options, engine.engine)
+    return banner(url, options, engine)
+
+
 async def _listen(
     server: _Server,
-    engine: AsyncEngine,
+    engine: AnyEngine,
     options: ServerOptions,
     sock: socket.socket,
     signals: _Signals,
@@ -132,7 +155,7 @@ async def _listen(
         raise OptionError(f"cannot listen on {url}: {error}") from error
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     dead = asyncio.create_task(engine.wait_dead())
-    stats = asyncio.create_task(log_stats(engine))
+    watching = [asyncio.create_task(log_stats(engine))] if isinstance(engine, AsyncEngine) else []
     try:
         while not (server.started or serving.done()):
             await asyncio.sleep(0.01)
@@ -140,7 +163,7 @@ async def _listen(
         gc.collect()
         gc.freeze()
         if not serving.done():
-            logger.info("%s", banner(url, options, engine))
+            logger.info("%s", _banner(url, options, engine))
             logger.info("Ready: %s serves %s", url, engine.model_name)
             if is_open and not options.api_keys:
                 logger.warning(
@@ -154,13 +177,13 @@ async def _listen(
         await _drain(server, serving, engine, 0 if died else options.drain_seconds, signals)
         return 1 if died else 0
     finally:
-        await cancel(serving, dead, stats)
+        await cancel(serving, dead, *watching)
 
 
 async def _drain(
     server: _Server,
     serving: asyncio.Task[None],
-    engine: AsyncEngine,
+    engine: AnyEngine,
     seconds: float,
     signals: _Signals,
 ) -> None:
