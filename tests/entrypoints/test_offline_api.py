@@ -193,13 +193,15 @@ def test_sleeping_releases_the_weights(tiny_llama_dir: Path) -> None:
         llm.sleep(3)
 
 
-def test_the_embedded_model_speculates_like_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_embedded_model_speculates_like_the_server(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built: list[Any] = []
     monkeypatch.setattr(llm_module, "LLMEngine", built.append)
     LLM()
     LLM(no_speculation=True)
     LLM(method="suffix", num_speculative_tokens=2)
-    LLM("another/model")
+    LLM(str(tiny_llama_dir))
     methods = [None if c.speculative is None else c.speculative.method for c in built]
     assert methods == ["eagle3", None, "suffix", None]
     assert built[0].speculative.lookup

@@ -227,7 +227,10 @@ def test_unknown_models_routes_and_methods(server: ServerProcess, client: openai
     assert caught.value.param == "model"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("org/other")
-    assert _error(server.post("/v1/embeddings", json={}), 404)["code"] == "not_found"
+    assert _error(server.post("/v1/images/edits", json={}), 404)["code"] == "not_found"
+    embeddings = _error(server.post("/v1/embeddings", json={"input": "x"}), 400)
+    assert embeddings["code"] == "wrong_task"
+    assert "tiny generates text, and neither embeds nor scores" in embeddings["message"]
     response = httpx.get(server.url + "/v1/completions")
     assert _error(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"] == "POST"
