@@ -144,7 +144,18 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("triton.activation:silu_and_mul"),
         kernel("torch.elementwise:silu_and_mul"),
     ),
-    "gelu_and_mul": (invariant("torch.elementwise:gelu_and_mul"),),
+    "gelu_and_mul": (
+        invariant("native.elementwise:gelu_and_mul"),
+        invariant("torch.elementwise:gelu_and_mul"),
+    ),
+    "scale": (
+        invariant("native.elementwise:scale"),
+        invariant("torch.elementwise:scale"),
+    ),
+    "mul_sigmoid": (
+        invariant("native.elementwise:mul_sigmoid"),
+        invariant("torch.elementwise:mul_sigmoid"),
+    ),
     "add": (
         invariant("native.elementwise:add"),
         invariant("torch.elementwise:add"),

@@ -31,6 +31,7 @@ class GraniteAttention(LlamaAttention):
     ) -> None:
         super().__init__(config, layer_id, context, prefix)
         self._factor: float = config.residual_multiplier
+        self._scale = context.ops.resolve("scale", context.dtype)
 
     @staticmethod
     def scale(config: PretrainedConfig) -> float:
@@ -43,7 +44,10 @@ class GraniteAttention(LlamaAttention):
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
-        return super().forward(x, positions, metadata, rotary).mul_(self._factor)
+        out: torch.Tensor = self._scale(
+            super().forward(x, positions, metadata, rotary), self._factor
+        )
+        return out
 
 
 class GraniteMLP(LlamaMLP):
@@ -54,9 +58,11 @@ class GraniteMLP(LlamaMLP):
             config, config.intermediate_size, context, prefix, bias=has_mlp_bias(config)
         )
         self._factor: float = config.residual_multiplier
+        self._scale = context.ops.resolve("scale", context.dtype)
 
     def forward(self, x: Rows) -> torch.Tensor:
-        return super().forward(x).mul_(self._factor)
+        out: torch.Tensor = self._scale(super().forward(x), self._factor)
+        return out
 
 
 class GraniteDecoderLayer(LlamaDecoderLayer):
@@ -75,11 +81,13 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
         super().__init__(config, context, prefix)
-        self._logits_scaling: float = config.logits_scaling
+        self._factor: float = 1 / config.logits_scaling
+        self._scale = context.ops.resolve("scale", torch.float32)
 
     @staticmethod
     def embedding_scale(config: PretrainedConfig, context: LayerContext) -> float:
         return float(config.embedding_multiplier)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().compute_logits(hidden_states) / self._logits_scaling
+        logits: torch.Tensor = self._scale(super().compute_logits(hidden_states), self._factor)
+        return logits

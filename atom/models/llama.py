@@ -271,12 +271,15 @@ class LlamaModel(nn.Module):
         self.rotaries = nn.ModuleList(dict.fromkeys(rotaries))
         self._layer_rotaries = tuple(rotaries)
         self._embedding_scale = embedding_scale
+        self._scale = None
+        if embedding_scale != 1:
+            self._scale = context.ops.resolve("scale", context.dtype)
         self.aux_layer_ids: tuple[int, ...] = ()
 
     def forward(self, model_input: ModelInput) -> ModelOutput:
         hidden = self.embed_tokens(model_input.input_ids)
-        if self._embedding_scale != 1:
-            hidden = hidden * self._embedding_scale
+        if self._scale is not None:
+            hidden = self._scale(hidden, self._embedding_scale)
         residual: torch.Tensor | None = None
         boundaries: dict[int, torch.Tensor] = {}
         last = len(self._layers) - 1

@@ -56,11 +56,12 @@ class Qwen2MoE(SoftmaxMoE):
             config.hidden_size, 1, False, context, f"{prefix}.shared_expert_gate"
         )
         self._add = context.ops.resolve("add", context.dtype)
+        self._mul_sigmoid = context.ops.resolve("mul_sigmoid", context.dtype)
 
     def forward(self, x: Rows) -> torch.Tensor:
         rows = unrounded(x)
         routed = self.experts(x, *self.gate(rows))
-        shared = torch.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
+        shared = self._mul_sigmoid(self.shared_expert(rows), self.shared_expert_gate(rows))
         out: torch.Tensor = self._add(shared, routed)
         return out
 

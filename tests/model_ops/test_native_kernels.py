@@ -211,6 +211,36 @@ def test_silu_and_mul(dtype: torch.dtype, size: int) -> None:
         assert_near(op(x), F.silu(gate) * up, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 40, 1536])
+def test_gelu_and_factors(dtype: torch.dtype, size: int) -> None:
+    for rows in (0, 1, 3, 50):
+        x = random(rows, 2 * size, dtype=dtype) * 4
+        gate, up = x.double().chunk(2, dim=-1)
+        assert_near(elementwise.gelu_and_mul(x), F.gelu(gate, approximate="tanh") * up, dtype)
+        exact = x.double() * 0.3
+        factors = random(rows, 1, dtype=dtype, seed=1)
+        gated = x.double() * factors.double().sigmoid()
+        assert_near(elementwise.mul_sigmoid(x.clone(), factors), gated, dtype)
+        assert elementwise.scale(x, 0.3) is x
+        assert_near(x, exact, dtype)
+
+
+def test_gelu_of_extreme_gates() -> None:
+    gates = torch.tensor([-1e4, -90.0, -20.0, -6.0, -1e-4, 0.0, 6.0, 90.0, 1e4, float("nan")])
+    x = torch.cat((gates, torch.ones_like(gates)))[None]
+    exact = F.gelu(gates.double(), approximate="tanh").float()
+    got = elementwise.gelu_and_mul(x)[0]
+    torch.testing.assert_close(got, exact, rtol=2e-6, atol=1e-7, equal_nan=True)
+
+
+def test_factors_refuse_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="scale"):
+        elementwise.scale(random(4, 6)[:, :3], 2.0)
+    with pytest.raises(ValueError, match=r"mul_sigmoid .* gate \[4\]"):
+        elementwise.mul_sigmoid(random(4, 6), random(4))
+
+
 def test_silu_of_extreme_gates() -> None:
     gates = torch.tensor([-1e4, -200.0, -90.0, -88.0, -20.0, 0.0, 20.0, 90.0, 1e4, float("nan")])
     x = torch.cat((gates, torch.ones_like(gates)))[None]

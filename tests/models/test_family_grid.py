@@ -22,6 +22,7 @@ from atom import SamplingParams
 from atom.config import ConfigError
 from atom.kv_cache.base import KVCachePlan
 from atom.model_engine import kv_memory
+from atom.model_ops.kernels.native.build import native_build
 
 TOLERANCE = 1e-4
 LENGTH = 30
@@ -106,8 +107,14 @@ def test_quantised_when_loaded(families: Families, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_greedy_tokens(families: Families, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a prefix hit, preempted, and with a draft."""
+def test_greedy_tokens(
+    families: Families,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """After a prefix hit, preempted, and with a draft, from steps that are recorded."""
+    caplog.set_level(logging.INFO, logger="atom")
     checkpoint = families.checkpoint(name)
     shared = prompt(20)
     prompts = [[*shared, *prompt(n, seed=n)] for n in (1, 6, 15)]
@@ -127,6 +134,8 @@ def test_greedy_tokens(families: Families, name: str, monkeypatch: pytest.Monkey
         num_speculative_tokens=2,
     )
     assert generate(speculating, GREEDY, prompts) == expected
+    if native_build().reason is None:
+        assert not [r.getMessage() for r in caplog.records if "op by op" in r.getMessage()]
 
 
 def test_minimax_m2_as_published(tmp_path: Path) -> None:

@@ -13,7 +13,10 @@ from atom.model_ops.kernels.native.bindings import (
 
 _norm = Kernels("rms_norm", "5P5qdq")
 _silu = Kernels("silu_and_mul", "2P4q")
+_gelu = Kernels("gelu_and_mul", "2P4q")
 _add = Kernels("add", "2P2q")
+_scale = Kernels("scale", "1P1qdq")
+_mul_sigmoid = Kernels("mul_sigmoid", "2P3q")
 _rope = Kernels("rope", "6P12q")
 
 
@@ -69,13 +72,22 @@ def _norm_rows(x: torch.Tensor, size: int) -> tuple[torch.Tensor, tuple[int, int
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """[T, 2 * size], gate beside up -> silu(gate) * up, [T, size]."""
+    return _gate_and_mul(_silu, x)
+
+
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """The same with gelu's approximation by tanh."""
+    return _gate_and_mul(_gelu, x)
+
+
+def _gate_and_mul(kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
     rows, width = x.shape
     size = width // 2
     stride = width
     if not x.is_contiguous():
         x, stride = rows_apart(x)
     out = x.new_empty(rows, size)
-    _silu(x.dtype, x.data_ptr(), out.data_ptr(), rows, size, stride, num_threads())
+    kernels(x.dtype, x.data_ptr(), out.data_ptr(), rows, size, stride, num_threads())
     return out
 
 
@@ -85,6 +97,24 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if not same or not x.is_contiguous() or not y.is_contiguous():
         raise mismatch("add", x=x, y=y)
     _add(x.dtype, x.data_ptr(), y.data_ptr(), x.numel(), num_threads())
+    return x
+
+
+def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """x * factor in the memory of x, which is returned."""
+    if not x.is_contiguous():
+        raise mismatch("scale", x=x)
+    _scale(x.dtype, x.data_ptr(), x.numel(), factor, num_threads())
+    return x
+
+
+def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, size] * sigmoid(gate [T, 1]) in the memory of x, which is returned."""
+    rows, size = x.shape
+    is_whole = x.is_contiguous() and gate.is_contiguous()
+    if not is_whole or gate.shape != (rows, 1) or gate.dtype is not x.dtype:
+        raise mismatch("mul_sigmoid", x=x, gate=gate)
+    _mul_sigmoid(x.dtype, x.data_ptr(), gate.data_ptr(), rows, size, num_threads())
     return x
 
 

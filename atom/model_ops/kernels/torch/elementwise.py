@@ -141,6 +141,16 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x.add_(y)
 
 
+def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """x * factor in the memory of x, which is returned."""
+    return x.mul_(factor)
+
+
+def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, size] * sigmoid(gate [T, 1]) in the memory of x, which is returned."""
+    return x.mul_(gate.sigmoid())
+
+
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """`1 / (1 + exp(-x))` of x [N] float32."""
     return x.sigmoid()

@@ -73,8 +73,21 @@ struct GateArgs {
   int64_t rows, size, x_stride, threads;
 };
 
-template <class T>
-int64_t silu_and_mul(const GateArgs& a) {
+struct Silu {
+  static ATOM_INLINE vfloat of(vfloat x) { return x / (exp(-x) + 1.0f); }
+};
+
+// The approximation by tanh: x (1 + tanh(u)) / 2 = x / (1 + exp(-2u)).
+struct Gelu {
+  static ATOM_INLINE vfloat of(vfloat x) {
+    constexpr float twice = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+    const vfloat u = x * (x * x * 0.044715f + 1.0f) * twice;
+    return x / (exp(-u) + 1.0f);
+  }
+};
+
+template <class T, class Gate>
+int64_t gate_and_mul(const GateArgs& a) {
   // One row may be all there is, so rows are cut into columns as well.
   constexpr int64_t columns = 512;
   const int64_t pieces = (a.size + columns - 1) / columns;
@@ -88,7 +101,7 @@ int64_t silu_and_mul(const GateArgs& a) {
       for (int64_t i = first; i < stop; i += kLanes) {
         const vfloat g = load_some(gate + i, stop - i);
         const vfloat up = load_some(gate + a.size + i, stop - i);
-        store_rounded_some(out + i, g / (exp(-g) + 1.0f) * up, stop - i);
+        store_rounded_some(out + i, Gate::of(g) * up, stop - i);
       }
     }
   });
@@ -108,6 +121,47 @@ int64_t add(const AddArgs& a) {
     const T* y = static_cast<const T*>(a.y);
     for (int64_t i = begin; i < end; i += kLanes) {
       store_some(x + i, load_some(x + i, end - i) + load_some(y + i, end - i), end - i);
+    }
+  });
+  return 0;
+}
+
+struct ScaleArgs {
+  void* x;  // [count], the products afterwards
+  int64_t count;
+  double factor;
+  int64_t threads;
+};
+
+template <class T>
+int64_t scale(const ScaleArgs& a) {
+  const float factor = float(a.factor);
+  run_shares(a.count, threads_for(a.count, a.threads), [&](int64_t begin, int64_t end) {
+    T* x = static_cast<T*>(a.x);
+    for (int64_t i = begin; i < end; i += kLanes) {
+      store_rounded_some(x + i, load_some(x + i, end - i) * factor, end - i);
+    }
+  });
+  return 0;
+}
+
+struct GatedRowsArgs {
+  void* x;           // [rows, size], the products afterwards
+  const void* gate;  // [rows]
+  int64_t rows, size, threads;
+};
+
+template <class T>
+int64_t mul_sigmoid(const GatedRowsArgs& a) {
+  const int64_t threads = threads_for(a.rows * a.size, a.threads);
+  run_shares(a.rows, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      T* x = static_cast<T*>(a.x) + row * a.size;
+      const float gate = load_one(static_cast<const T*>(a.gate) + row);
+      const float factor = 1.0f / (1.0f + std::exp(-gate));
+      for (int64_t i = 0; i < a.size; i += kLanes) {
+        store_rounded_some(x + i, load_some(x + i, a.size - i) * factor, a.size - i);
+      }
     }
   });
   return 0;
@@ -227,7 +281,16 @@ int64_t mask_tokens(const MaskArgs& a) {
     return atom::rms_norm<type>(*args);                                       \
   }                                                                           \
   ATOM_EXPORT int64_t atom_silu_and_mul_##name(const atom::GateArgs* args) {  \
-    return atom::silu_and_mul<type>(*args);                                   \
+    return atom::gate_and_mul<type, atom::Silu>(*args);                       \
+  }                                                                           \
+  ATOM_EXPORT int64_t atom_gelu_and_mul_##name(const atom::GateArgs* args) {  \
+    return atom::gate_and_mul<type, atom::Gelu>(*args);                       \
+  }                                                                           \
+  ATOM_EXPORT int64_t atom_scale_##name(const atom::ScaleArgs* args) {        \
+    return atom::scale<type>(*args);                                          \
+  }                                                                           \
+  ATOM_EXPORT int64_t atom_mul_sigmoid_##name(const atom::GatedRowsArgs* args) { \
+    return atom::mul_sigmoid<type>(*args);                                    \
   }                                                                           \
   ATOM_EXPORT int64_t atom_add_##name(const atom::AddArgs* args) {            \
     return atom::add<type>(*args);                                            \
