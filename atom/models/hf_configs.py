@@ -43,10 +43,10 @@ class LlamaConfig(ModelConfig):
 
 
 @dataclass(kw_only=True)
-class Qwen3Config(ModelConfig):
-    """Qwen3's fields; layers from `max_window_layers` on have a window, if one is used."""
+class Qwen2Config(ModelConfig):
+    """Qwen2's fields; layers from `max_window_layers` on have a window, if one is used."""
 
-    model_type = "qwen3"
+    model_type = "qwen2"
 
     vocab_size: int = 151936
     hidden_size: int = 4096
@@ -54,13 +54,11 @@ class Qwen3Config(ModelConfig):
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
     num_key_value_heads: int | None = 32
-    head_dim: int = 128
     hidden_act: str = "silu"
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     rope_parameters: dict[str, Any] | None = None
-    attention_bias: bool = False
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
     max_window_layers: int = 28
@@ -79,6 +77,44 @@ class Qwen3Config(ModelConfig):
                 "full_attention" if layer < first else "sliding_attention"
                 for layer in range(self.num_hidden_layers)
             ]
+        super().complete()
+
+
+@dataclass(kw_only=True)
+class Qwen3Config(Qwen2Config):
+    """Qwen3's fields: Qwen2's, with a size of heads and biases that are optional."""
+
+    model_type = "qwen3"
+
+    head_dim: int = 128
+    attention_bias: bool = False
+
+
+@dataclass(kw_only=True)
+class MistralConfig(ModelConfig):
+    """Mistral's fields; without the field `sliding_window` there is one of 4,096 tokens."""
+
+    model_type = "mistral"
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    sliding_window: int | None = 4096
+
+    def complete(self) -> None:
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
         super().complete()
 
 
@@ -182,7 +218,15 @@ class KimiK2Config(DeepseekV3Config):
 
 _CONFIGS: dict[str, type[ModelConfig]] = {
     config.model_type: config
-    for config in (LlamaConfig, Qwen3Config, DeepseekV2Config, DeepseekV3Config, KimiK2Config)
+    for config in (
+        LlamaConfig,
+        Qwen2Config,
+        Qwen3Config,
+        MistralConfig,
+        DeepseekV2Config,
+        DeepseekV3Config,
+        KimiK2Config,
+    )
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import pytest
+from models.families import write_family
 from test_gguf_tokenizer import TEXTS
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -142,6 +143,20 @@ print(*(name for name in slow if name in sys.modules))
         command = [sys.executable, "-c", program, path]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         assert run.stdout.split() == expected
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_a_configuration_is_read_without_transformers(family: str, tmp_path: Path) -> None:
+    write_family(family, tmp_path)
+    program = """
+import sys
+from atom.config import ModelOptions
+from atom.model_loader.source import resolve_model
+print(resolve_model(ModelOptions(sys.argv[1])).hf_config.model_type, "transformers" in sys.modules)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [family, "False"]
 
 
 def test_what_is_no_chat() -> None:

@@ -30,6 +30,11 @@ EXPERTS = {
         ("llama", {}),
         ("llama", {**SIZES, "num_key_value_heads": 2, "rope_theta": 5e5}),
         ("llama", {**SIZES, "head_dim": 16, "rope_scaling": YARN, "eos_token_id": [1, 2]}),
+        ("qwen2", {}),
+        ("qwen2", {**SIZES, **WINDOW, "num_key_value_heads": None, "rope_theta": 1e6}),
+        ("mistral", {}),
+        ("mistral", {**SIZES, "num_key_value_heads": 2, "sliding_window": None}),
+        ("mistral", {**SIZES, "head_dim": 16, "rope_scaling": YARN}),
         ("qwen3", {}),
         ("qwen3", {**SIZES, **WINDOW, "rope_parameters": {"rope_theta": 1e6}}),
         ("deepseek_v2", {}),
@@ -63,6 +68,6 @@ def test_a_field_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
         resolve_model(ModelOptions(str(tmp_path), load_format="dummy"))
 
 
-@pytest.mark.parametrize("model_type", ["kimi_k25", "mistral", None, ["llama"]])
+@pytest.mark.parametrize("model_type", ["kimi_k25", "mixtral", None, ["llama"]])
 def test_other_types_are_left_to_transformers(model_type: object) -> None:
     assert not is_built_in(model_type)
