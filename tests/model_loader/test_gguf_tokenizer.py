@@ -77,6 +77,29 @@ def llama3_like(digits: str) -> pre_tokenizers.Sequence:
     )
 
 
+def in_turn(*patterns: str) -> pre_tokenizers.Sequence:
+    from tokenizers import Regex
+
+    splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, byte_level])
+
+
+# As the models' `tokenizer.json` have them.
+_MINIMAX = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?"
+    "[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
+
+
 def splitting_of(pre: str) -> Any:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return {
@@ -86,10 +109,15 @@ def splitting_of(pre: str) -> Any:
         ),
         "llama-bpe": llama3_like("{1,3}"),
         "qwen2": llama3_like(""),
+        "glm4": llama3_like("{1,3}"),
+        "minimax-m2": in_turn(_MINIMAX),
+        "deepseek-v3": in_turn(*_DEEPSEEK),
     }[pre]
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize(
+    "pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "glm4", "minimax-m2", "deepseek-v3"]
+)
 def test_pre_tokenizers(
     write_tiny: WriteTiny, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast, pre: str
 ) -> None:

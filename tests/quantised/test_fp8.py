@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from models import checkpoints
+from models.families import write_family
 from quantised.packing import Packed, assert_same_model, logits, quantised, split_products
 from quantised.writers import over_blocks
+from safetensors.torch import load_file
 
 from atom.config import ConfigError
 from atom.model_loader.weights import WeightError
@@ -19,6 +21,7 @@ from atom.model_ops.quant.scales import largest
 from atom.model_ops.quant.weights import Activations, WeightFormat
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+FILE = "model.safetensors"
 WIDE = {"hidden_size": 192, "intermediate_size": 320}
 
 
@@ -55,6 +58,22 @@ def test_blocks(tmp_path: Path, powers: bool) -> None:
 def test_blocks_of_experts_and_latents(tmp_path: Path) -> None:
     folder = checkpoints.kimi_k25(tmp_path / "plain", hidden_size=160).folder
     assert_same_model(*quantised(folder, BLOCKS, pack_blocks()))
+
+
+@pytest.mark.usefixtures("exact_activations")
+def test_blocks_of_minimax_m2_as_published(tmp_path: Path) -> None:
+    folder = write_family("minimax_m2", tmp_path / "plain", hidden_size=160).folder
+    kept = ["gate", "e_score_correction_bias", "lm_head"]
+    config = {**BLOCKS, "activation_scheme": "dynamic", "modules_to_not_convert": kept}
+    assert_same_model(*quantised(folder, config, pack_blocks()))
+
+
+@pytest.mark.usefixtures("exact_activations")
+def test_blocks_of_an_indexer_are_skipped_with_it(tmp_path: Path) -> None:
+    folder = write_family("deepseek_v32", tmp_path / "plain", hidden_size=160).folder
+    stored, dense = quantised(folder, BLOCKS, pack_blocks())
+    assert any("indexer.wk.weight_scale_inv" in name for name in load_file(stored / FILE))
+    assert_same_model(stored, dense)
 
 
 @pytest.mark.parametrize("static", [False, True])

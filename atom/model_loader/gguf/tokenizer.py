@@ -3,7 +3,7 @@
 The metadata only names the pre-tokenizer (`tokenizer.ggml.pre`). A wrong one would encode texts
 into other tokens than those of training, without an error, so unknown names are refused. Sources:
 the `tokenizer.json` of the models behind the names, and llama.cpp's `llama-vocab.cpp` for
-`default`.
+`default`, `glm4`, `minimax-m2` and `deepseek-v3`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,20 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_V3_SPLITS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"
+    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,9 @@ _PRE_TOKENIZERS = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "qwen2": _PreTokenizer((_LLAMA3_SPLIT.replace("{1,3}", ""),), nfc=True),
+    "glm4": _PreTokenizer((_LLAMA3_SPLIT,)),
+    "minimax-m2": _PreTokenizer((_O200K_SPLIT,)),
+    "deepseek-v3": _PreTokenizer(_DEEPSEEK_V3_SPLITS),
     "default": _PreTokenizer(
         (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", "[0-9][0-9][0-9]"),
     ),
