@@ -60,6 +60,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "qwen3": ("Qwen3Model", "Qwen3Config", {**_DECODER, "head_dim": 16}, "lasttoken"),
     "qwen3-causal": ("Qwen3ForCausalLM", "Qwen3Config", {**_DECODER, "head_dim": 16}, "lasttoken"),
+    "gemma3": (
+        "Gemma3TextModel",
+        "Gemma3TextConfig",
+        {
+            **_DECODER, "head_dim": 16, "sliding_window": 16,
+            "use_bidirectional_attention": True, "query_pre_attn_scalar": 16,
+        },
+        "mean_tokens",
+    ),
     "llama": ("LlamaModel", "LlamaConfig", _DECODER, "weightedmean_tokens"),
 }
 MEAN = {"pooling_mode_mean_tokens": True}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atom.messages import RequestRefusedError
+from atom.messages import RequestRefusedError, check_text
 from atom.pooling.engine import PoolingEngine
 from atom.pooling.inputs import PoolingInput, check_content
 from atom.quoting import quote
@@ -126,13 +126,14 @@ def pair_work(
         raise RequestRefusedError(f"{engine.model_name} takes no instruction", "instruction")
     for text, name in zip([*queries, *documents], [*query_names, *document_names], strict=True):
         check_content(text, name)
+    check_text(instruction or "", "instruction")
     length = loaded.limits.cut_to(truncate)
     shared = len(queries) == 1
     inputs = []
     for number, document in enumerate(documents):
         query = queries[0 if shared else number]
         inputs.append(pairs.encode(query, document, instruction, length))
-        loaded.limits.check(inputs[-1].token_ids, document_names[number])
+        loaded.limits.check(inputs[-1].token_ids, document_names[number], length)
     return Work(inputs)
 
 
@@ -143,7 +144,7 @@ def _numbered(name: str, count: int) -> list[str]:
 def scores(
     engine: PoolingEngine, work: Work, rows: Sequence[np.ndarray], use_activation: bool
 ) -> list[float]:
-    """A score for each pair of `pair_work`: the model's, or the cosine of two vectors.
+    """A score for each pair of `pair_work`: the model's, or the similarity of two vectors.
 
     Args:
         use_activation: whether the model's answer passes through its activation.
@@ -152,8 +153,10 @@ def scores(
     if scoring is None:
         queries, documents = np.stack(rows[: work.num_queries]), np.stack(rows[work.num_queries :])
         products = (queries * documents).sum(1)
-        lengths = np.linalg.norm(queries, axis=1) * np.linalg.norm(documents, axis=1)
-        found: list[float] = (products / np.maximum(lengths, 1e-12)).tolist()
+        if engine.loaded.embedding is not None and engine.loaded.embedding.similarity == "cosine":
+            lengths = np.linalg.norm(queries, axis=1) * np.linalg.norm(documents, axis=1)
+            products = products / np.maximum(lengths, 1e-12)
+        found: list[float] = products.tolist()
         return found
     logits = np.concatenate(rows).astype(np.float64)
     if use_activation and scoring.activation == "sigmoid":

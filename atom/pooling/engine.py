@@ -171,6 +171,15 @@ class PoolingEngine:
         """
         return self._queue.add(inputs)
 
+    def compute(self, inputs: Sequence[PoolingInput]) -> Rows:
+        """`submit`, and wait for the rows."""
+        future = self.submit(inputs)
+        try:
+            return future.result()
+        except BaseException:  # the caller was interrupted
+            future.cancel()
+            raise
+
     def shutdown(self) -> None:
         """Cancel what waits, and end after the batch that runs."""
         self._queue.close()

@@ -12,6 +12,9 @@ from atom.pooling.recipe import TextOptions
 from atom.quoting import quote
 from atom.text.control_tokens import ControlTokens
 
+# More than any text has, and what tokenizers take as a length.
+_MOST_TOKENS = 1 << 30
+
 # Source: the model card of Qwen3-Reranker.
 _QWEN3_PREFIX = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
@@ -80,15 +83,21 @@ class InputLimits:
             )
         return wanted
 
-    def check(self, tokens: Sequence[int], name: str) -> None:
+    def check(self, tokens: Sequence[int], name: str, cut_to: int | None = None) -> None:
         """Raises:
-        RequestRefusedError: for tokens that the model does not take.
+        RequestRefusedError: for tokens that the model does not take, or that were not cut to
+            `cut_to`, which leaves no room for special tokens.
         """
         param = name.partition("[")[0]
         if not tokens:
             raise RequestRefusedError(f"{name} holds no tokens", param)
         if len(tokens) > self.max_model_len:
             raise InputLengthError(name, len(tokens), self.max_model_len)
+        if cut_to is not None and len(tokens) > cut_to:
+            raise RequestRefusedError(
+                f"truncate_prompt_tokens={cut_to} leaves no room for a text beside special tokens",
+                "truncate_prompt_tokens",
+            )
         lowest, highest = min(tokens), max(tokens)
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
@@ -145,7 +154,7 @@ class TextEncoder:
             )["input_ids"]
         else:
             tokens = list(content)[:length]
-        self._limits.check(tokens, name)
+        self._limits.check(tokens, name, length)
         return PoolingInput(tokens)
 
     def cut(self, text: str, num_tokens: int) -> str:
@@ -154,7 +163,7 @@ class TextEncoder:
             text,
             add_special_tokens=False,
             truncation=True,
-            max_length=num_tokens,
+            max_length=min(num_tokens, _MOST_TOKENS),
             return_offsets_mapping=True,
             verbose=False,
         )

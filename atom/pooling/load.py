@@ -71,12 +71,14 @@ class Embedding:
     Attributes:
         dimension: of its vectors.
         dimensions: that they may be cut to; None for any, empty for none.
+        similarity: how two vectors are compared.
         is_normalized: whether they have length 1, and have it again when they were cut.
     """
 
     dimension: int
     dimensions: tuple[int, ...] | None
     is_normalized: bool
+    similarity: Literal["cosine", "dot"]
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ def _load_embedding(parts: _Parts) -> tuple[PoolingModel, Embedding]:
     denses = load_denses(recipe, parts.source, parts.options, parts.device)
     model = EmbeddingModel(body, recipe, denses)
     dimensions = _dimensions(parts.source, model.dimension, parts.options.is_matryoshka)
-    return model, Embedding(model.dimension, dimensions, recipe.is_normalized)
+    similarity = parts.texts.similarity
+    return model, Embedding(model.dimension, dimensions, recipe.is_normalized, similarity)
 
 
 def _load_scorer(parts: _Parts) -> tuple[PoolingModel, Scoring]:
@@ -178,7 +181,8 @@ def _load_scorer(parts: _Parts) -> tuple[PoolingModel, Scoring]:
         tokens = _yes_and_no(parts)
     if tokens is not None:
         pairs: PairEncoder = _qwen3_pairs(parts, tokens)
-        return TokenScoreModel(parts.load(AutoModelForCausalLM), tokens), Scoring(pairs, "sigmoid")
+        model = TokenScoreModel(parts.load(AutoModelForCausalLM), tokens)
+        return model, Scoring(pairs, _activation(parts))
     whole = parts.load(AutoModelForSequenceClassification)
     config: Any = whole.config
     if config.num_labels != 1:
@@ -188,7 +192,7 @@ def _load_scorer(parts: _Parts) -> tuple[PoolingModel, Scoring]:
         )
     is_causal = isinstance(whole, GenericForSequenceClassification)
     pairs = _qwen3_pairs(parts, None) if is_causal else _two_texts(parts)
-    return ClassifierModel(whole, is_causal), Scoring(pairs, _activation(source))
+    return ClassifierModel(whole, is_causal), Scoring(pairs, _activation(parts))
 
 
 def _dimensions(source: PoolingSource, most: int, is_told: bool) -> tuple[int, ...] | None:
@@ -240,15 +244,16 @@ def _two_texts(parts: _Parts) -> PairEncoder:
     return TwoTexts(parts.tokenizer)
 
 
-def _activation(source: PoolingSource) -> Activation:
-    """That of sentence-transformers' CrossEncoder: a sigmoid unless config.json names another."""
+def _activation(parts: _Parts) -> Activation:
+    """That of sentence-transformers' CrossEncoder: a sigmoid unless the files name another."""
+    source = parts.source
     section = source.raw.get("sentence_transformers")
     named = section.get("activation_fn") if isinstance(section, dict) else None
+    named = parts.texts.activation or named
     named = named or source.raw.get("sbert_ce_default_activation_function")
     if named not in _ACTIVATIONS:
         raise ConfigError(
-            f"{source.path / 'config.json'}: the activation {named!r} is not done here; Sigmoid "
-            f"and Identity are"
+            f"{source.path}: the activation {named!r} is not done here; Sigmoid and Identity are"
         )
     return _ACTIVATIONS[named]
 
@@ -273,9 +278,14 @@ def _max_model_len(parts: _Parts, model: PoolingModel) -> int:
 def _try(model: PoolingModel, source: PoolingSource) -> None:
     """Compute two short inputs: what a class cannot do shows at the start."""
     try:
-        model.compute([PoolingInput([0, 0, 0]), PoolingInput([0])])
+        rows = model.compute([PoolingInput([0, 0, 0]), PoolingInput([0])])
     except Exception as error:
         raise ConfigError(
             f"{source.path}: transformers' {type(model.body).__name__} does not compute what is "
             f"asked of it: {type(error).__name__}: {error}"
         ) from error
+    if isinstance(model, EmbeddingModel) and len(rows[0]) != model.dimension:
+        raise ConfigError(
+            f"{source.path}: transformers' {type(model.body).__name__} gives vectors of "
+            f"{len(rows[0])}, and config.json says {model.dimension}"
+        )

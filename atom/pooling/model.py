@@ -209,6 +209,9 @@ def load_body(
     """
     if source.raw.get("quantization_config") is not None:
         raise ConfigError(f"{source.path}: models that {source.task} are not read quantised")
+    for name in ("attn_implementation", "_attn_implementation"):  # may name code of a hub
+        if source.raw.get(name) not in (None, "eager", "sdpa"):
+            raise ConfigError(f"{source.path}: {name}={source.raw[name]!r} is not done here")
     if is_there(source.path / "adapter_config.json") or list_adapters(source.path):
         raise ConfigError(f"{source.path} is an adapter; merge it into its model")
     try:

@@ -30,6 +30,11 @@ _ACTIVATIONS: Mapping[str, Literal["identity", "tanh"]] = {
     "torch.nn.modules.linear.Identity": "identity",
     "torch.nn.modules.activation.Tanh": "tanh",
 }
+# Of config_sentence_transformers.json: what there is of some fields.
+_STATED = {
+    "similarity_fn_name": ("cosine", "dot"),
+    "model_type": ("SentenceTransformer", "CrossEncoder"),
+}
 _TASKS = ("feature-extraction", "sequence-classification", "text-generation")
 
 
@@ -57,12 +62,16 @@ class TextOptions:
         max_seq_length: in tokens; None where the files say nothing.
         prompts: texts to put before others, by name.
         default_prompt_name: of the one that is put before a text for which none is named.
+        similarity: how two vectors are compared.
+        activation: of a score; None where config.json says.
     """
 
     max_seq_length: int | None = None
     do_lower_case: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
+    similarity: Literal["cosine", "dot"] = "cosine"
+    activation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,8 +113,21 @@ def read_text_options(folder: Path) -> TextOptions:
         raise ConfigError(f"{path}: prompts should be texts by name, got {prompts!r}")
     if default is not None and default not in prompts:
         raise ConfigError(f"{path}: there is no prompt {default!r}, which default_prompt_name says")
+    known = ("__version__", "prompts", "default_prompt_name", *_STATED, "activation_fn")
+    if unknown := [name for name, value in stated.items() if value and name not in known]:
+        raise ConfigError(f"{path}: {', '.join(unknown)} is not done here")
+    for name, allowed in _STATED.items():
+        if stated.get(name) not in (None, *allowed):
+            raise ConfigError(
+                f"{path}: {name}={stated[name]!r} is not done here; {' and '.join(allowed)} are"
+            )
     return TextOptions(
-        settings.get("max_seq_length"), bool(settings.get("do_lower_case")), prompts, default
+        settings.get("max_seq_length"),
+        bool(settings.get("do_lower_case")),
+        prompts,
+        default,
+        stated.get("similarity_fn_name") or "cosine",
+        stated.get("activation_fn"),
     )
 
 

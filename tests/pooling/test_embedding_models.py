@@ -177,7 +177,7 @@ def test_the_real_minilm(tmp_path: Path) -> None:
     engine = create(folder)
     reference = torch.nn.functional.normalize(expected(folder, "mean_tokens")).numpy()
     assert np.abs(embedded(engine) - reference).max() < 1e-5
-    fox, panda, law = (
+    fox, vixen, law = (
         row
         for row in engine.submit(
             [
@@ -186,5 +186,5 @@ def test_the_real_minilm(tmp_path: Path) -> None:
             ]
         ).result()
     )
-    assert fox @ panda > 0.5 > fox @ law
+    assert fox @ vixen > fox @ law + 0.2
     engine.shutdown()

@@ -166,4 +166,6 @@ def test_llm(bert: Path) -> None:
         assert other.prompt_token_ids == [*fox.prompt_token_ids, *dog.prompt_token_ids]
         assert llm.get_tokenizer().cls_token == "[CLS]"
         assert llm.embed([]) == []
+        with pytest.raises(ValueError, match="data_2\\[0\\] is not valid Unicode"):
+            llm.score("a", ["\ud800", "b"])
         assert llm.embed("the fox " * 99, truncate_prompt_tokens=7)[0].prompt_token_ids[-1] == 2

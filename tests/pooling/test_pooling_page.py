@@ -14,6 +14,7 @@ _KNOWN = {
     "mpnet": "all-mpnet-base",
     "modernbert": "GTE-ModernBERT, ModernBERT-embed",
     "qwen3": "Qwen3-Embedding",
+    "gemma3": "EmbeddingGemma",
     "llama": "decoders with a modules.json",
 }
 

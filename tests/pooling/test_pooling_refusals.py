@@ -114,9 +114,39 @@ def test_recipes_that_are_refused(case: str, tmp_path: Path) -> None:
         read_recipe(tmp_path)
 
 
-def test_texts_that_are_changed_in_an_unknown_way(bert: Path) -> None:
-    checkpoints.write_json(bert / "sentence_bert_config.json", {"strip_accents": True})
-    with pytest.raises(ConfigError, match="strip_accents is not known here"):
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("sentence_bert_config", {"strip_accents": True}, "strip_accents is not known here"),
+        ("sentence_bert_config", {"max_seq_length": 0}, "should be a positive integer, got 0"),
+        ("config_sentence_transformers", {"truncate_dim": 8}, "truncate_dim is not done here"),
+        (
+            "config_sentence_transformers",
+            {"similarity_fn_name": "euclidean"},
+            "cosine and dot are",
+        ),
+        ("config_sentence_transformers", {"model_type": "SparseEncoder"}, "'SparseEncoder' is not"),
+        (
+            "config_sentence_transformers",
+            {"default_prompt_name": "query"},
+            "there is no prompt 'query'",
+        ),
+        ("config_sentence_transformers", {"prompts": {"query": 3}}, "should be texts by name"),
+    ],
+)
+def test_other_files_of_sentence_transformers(
+    bert: Path, name: str, settings: dict[str, Any], message: str
+) -> None:
+    checkpoints.write_json(bert / f"{name}.json", settings)
+    with pytest.raises(ConfigError, match=message):
+        checkpoints.create_engine(bert)
+
+
+def test_kernels_of_a_hub(bert: Path) -> None:
+    config = json.loads((bert / "config.json").read_text())
+    named = {**config, "attn_implementation": "somebody/kernels"}
+    checkpoints.write_json(bert / "config.json", named)
+    with pytest.raises(ConfigError, match="attn_implementation='somebody/kernels' is not done"):
         checkpoints.create_engine(bert)
 
 

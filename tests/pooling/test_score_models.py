@@ -97,6 +97,13 @@ def test_the_activation_that_config_json_names(tmp_path: Path) -> None:
     engine = checkpoints.create_engine(tmp_path)
     assert scored(engine) == scored(engine, use_activation=False)
     engine.shutdown()
+    config.sentence_transformers = None
+    config.save_pretrained(tmp_path)
+    stated = {"activation_fn": named["activation_fn"], "model_type": "CrossEncoder", "prompts": {}}
+    checkpoints.write_json(tmp_path / "config_sentence_transformers.json", stated)
+    engine = checkpoints.create_engine(tmp_path)
+    assert scored(engine) == scored(engine, use_activation=False)
+    engine.shutdown()
 
 
 def qwen3_tokens(tokenizer: Any, document: str, task: str = WEB, most: int = 8192) -> list[int]:

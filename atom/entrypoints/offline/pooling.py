@@ -45,7 +45,7 @@ class OfflinePooling:
             )
             for number, content in enumerate(contents)
         ]
-        rows = self.engine.submit(inputs).result()
+        rows = self.engine.compute(inputs)
         vectors = cut_vectors(self.engine, rows, dimensions).tolist()
         return [
             EmbeddingRequestOutput(
@@ -75,7 +75,7 @@ class OfflinePooling:
             instruction=instruction,
             truncate=truncate,
         )
-        rows = self.engine.submit(work.inputs).result()
+        rows = self.engine.compute(work.inputs)
         found = scores(self.engine, work, rows, use_activation)
         return [
             ScoringRequestOutput(str(next(self._ids)), ScoringOutput(score), tokens)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from atom.entrypoints.http.metrics import ServerMetrics
 from atom.entrypoints.server.pooling_api import POOLING_BODIES
-from atom.entrypoints.server.serve import _create_app, _start
-from atom.entrypoints.server_options import ServerOptions
+from atom.entrypoints.server.pooling_app import create_pooling_app
+from atom.entrypoints.server.serve import _banner, _create_app, _start
+from atom.entrypoints.server_options import OptionError, ServerOptions
 from atom.model_engine.arg_utils import engine_config
 from atom.pooling.async_engine import AsyncPoolingEngine
+from atom.pooling.engine import PoolingEngine
 
 SIZES = {"vocab_size": 19, "max_position_embeddings": 102, "pad_token_id": 0}
+OPTIONS = ServerOptions(served_model_names=("tiny",))
 FOX, DOG = "the quick brown fox", "a lazy dog"
 
 
@@ -35,44 +39,58 @@ def write_embedder(folder: Path) -> None:
     checkpoints.write_json(folder / "config_sentence_transformers.json", settings)
 
 
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("embedder")
-    write_embedder(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def scorer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("scorer")
+def write_scorer(folder: Path) -> None:
     config = BertConfig(**checkpoints.SIZES, **SIZES, num_labels=1)
     tokenizer = checkpoints.word_tokenizer(with_types=True)
     checkpoints.write_model(folder, BertForSequenceClassification, config, tokenizer)
-    return folder
 
 
-async def serving(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    options = ServerOptions(served_model_names=("tiny",))
-    metrics = ServerMetrics()
-    config = engine_config(model=str(folder), device="cpu", num_threads=1)
-    engine = await _start(config, options, metrics)
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolingEngine]:
+    yield from running(write_embedder, tmp_path_factory.mktemp("embedder"))
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolingEngine]:
+    yield from running(write_scorer, tmp_path_factory.mktemp("scorer"))
+
+
+def running(write: Callable[[Path], None], folder: Path) -> Iterator[PoolingEngine]:
+    write(folder)
+    engine = checkpoints.create_engine(folder)
+    yield engine
+    engine.shutdown()
+
+
+def serving(engine: PoolingEngine) -> httpx.AsyncClient:
+    app = create_pooling_app(AsyncPoolingEngine(engine, None), OPTIONS)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+@pytest.fixture
+async def client(embedder: PoolingEngine) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(embedder) as client:
+        yield client
+
+
+@pytest.fixture
+async def ranking(scorer: PoolingEngine) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(scorer) as client:
+        yield client
+
+
+async def test_a_server_starts_what_the_files_say(tmp_path: Path) -> None:
+    write_scorer(tmp_path)
+    config = engine_config(model=str(tmp_path), device="cpu", num_threads=1)
+    engine = await _start(config, OPTIONS, ServerMetrics())
     assert isinstance(engine, AsyncPoolingEngine)
-    transport = httpx.ASGITransport(_create_app(engine, options, metrics))
+    assert "scores pairs of texts; 100 tokens" in _banner("http://test", OPTIONS, engine)
+    transport = httpx.ASGITransport(_create_app(engine, OPTIONS, ServerMetrics()))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        yield client
+        await post(client, "/rerank", query=FOX, documents=[DOG])
     await engine.shutdown(0)
-
-
-@pytest.fixture
-async def client(embedder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async for client in serving(embedder):
-        yield client
-
-
-@pytest.fixture
-async def ranking(scorer: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async for client in serving(scorer):
-        yield client
+    with pytest.raises(OptionError, match="--chat-template is for models that generate"):
+        await _start(config, ServerOptions(chat_template="{{ messages }}"), ServerMetrics())
 
 
 async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
@@ -143,6 +161,8 @@ async def test_as_many_inputs_as_openai_takes(client: httpx.AsyncClient) -> None
         ({"input": "fox " * 99}, "maximum context length is 100 tokens, and input has 101"),
         ({"input": [4] * 101}, "maximum context length is 100 tokens"),
         ({"input": FOX, "truncate_prompt_tokens": 101}, "truncate_prompt_tokens must be -1 or"),
+        ({"input": FOX, "truncate_prompt_tokens": 1}, "leaves no room for a text"),
+        ({"input": FOX, "dimensions": 10**30}, "may have 1 to 48"),
         ({"input": FOX, "dimensions": 0}, "may have 1 to 48"),
         ({"input": FOX, "dimensions": 49}, "may have 1 to 48"),
         ({"input": FOX, "encoding_format": "bytes"}, "encoding_format"),
@@ -194,6 +214,8 @@ async def test_ranking(ranking: httpx.AsyncClient, path: str) -> None:
     )
     assert ("document" in asked["results"][0]) == (path == "/v2/rerank")
     assert answer["usage"]["total_tokens"] == sum(len(d.split()) + 5 for d in documents)
+    whole = await post(ranking, path, query="a fox", documents=documents, max_tokens_per_doc=10**30)
+    assert whole["results"] == answer["results"]
     cut = await post(ranking, path, query="a fox", documents=documents, max_tokens_per_doc=2)
     first = await post(
         ranking, path, query="a fox", documents=[" ".join(d.split()[:2]) for d in documents]
@@ -224,6 +246,12 @@ async def test_scores_of_pairs(ranking: httpx.AsyncClient) -> None:
         ("/v1/rerank", {"query": FOX, "documents": []}, "documents is empty"),
         ("/v1/rerank", {"query": "", "documents": [DOG]}, "query is empty"),
         ("/v1/rerank", {"query": FOX, "documents": [DOG], "top_n": -1}, "top_n must be"),
+        (
+            "/v1/rerank",
+            {"query": FOX, "documents": [DOG], "truncate_prompt_tokens": 2},
+            "leaves no room for a text",
+        ),
+        ("/v1/rerank", {"query": FOX, "documents": [3]}, "documents[0]"),
         ("/v1/rerank", {"query": FOX, "documents": ["fox " * 99]}, "maximum context length"),
         ("/v1/rerank", {"query": FOX, "documents": [DOG], "instruction": "x"}, "no instruction"),
         ("/v1/embeddings", {"input": FOX}, "scores pairs of texts, and embeds none"),
@@ -238,12 +266,18 @@ async def test_what_a_scorer_refuses(
     assert message in response.json()["error"]["message"]
 
 
+async def counted(client: httpx.AsyncClient) -> float:
+    found = re.search(r"^atom:prompt_tokens_total (.*)$", (await client.get("/metrics")).text, re.M)
+    assert found is not None
+    return float(found[1])
+
+
 async def test_what_there_is_besides(client: httpx.AsyncClient) -> None:
     card = (await client.get("/v1/models/tiny")).json()
     assert (card["task"], card["dimension"], card["max_model_len"]) == ("embed", 48, 100)
     assert (await client.get("/health")).json() == {"status": "ok"}
-    await vectors(client, FOX)
-    assert "atom:prompt_tokens_total 6.0" in (await client.get("/metrics")).text
+    before, _, after = [await counted(client), await vectors(client, FOX), await counted(client)]
+    assert after == before + 6
     document = json.loads((await client.get("/openapi.json")).content)
     assert POOLING_BODIES.keys() <= document["paths"].keys()
     assert "/v1/completions" not in document["paths"]
