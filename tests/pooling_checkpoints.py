@@ -64,8 +64,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "Gemma3TextModel",
         "Gemma3TextConfig",
         {
-            **_DECODER, "head_dim": 16, "sliding_window": 16,
-            "use_bidirectional_attention": True, "query_pre_attn_scalar": 16,
+            **_DECODER,
+            "head_dim": 16,
+            "sliding_window": 16,
+            "use_bidirectional_attention": True,
+            "query_pre_attn_scalar": 16,
         },
         "mean_tokens",
     ),
