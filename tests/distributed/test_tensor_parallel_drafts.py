@@ -11,6 +11,7 @@ import pytest
 import torch
 from model_ops.batches import Part
 from models import checkpoints
+from models.families import write_family
 from models.harness import load_model
 from ranks import run_ranks
 from spec_decode import block_bench, draft_bench
@@ -154,14 +155,24 @@ def test_block_drafters(name: str, draft_ranks: int | None, tmp_path: Path) -> N
 def test_mtp(own: tuple[str, ...], draft_ranks: int | None, tmp_path: Path) -> None:
     checkpoints.deepseek_v3(tmp_path, num_nextn_predict_layers=2, vocab_size=VOCAB)
     add_mtp_layers(tmp_path, own=own)
+    check_mtp(tmp_path, draft_ranks)
 
+
+@pytest.mark.parametrize("draft_ranks", [None, 1])
+def test_mtp_with_grouped_query_attention(draft_ranks: int | None, tmp_path: Path) -> None:
+    write_family("glm4_moe", tmp_path, num_nextn_predict_layers=1, vocab_size=VOCAB)
+    add_mtp_layers(tmp_path)
+    check_mtp(tmp_path, draft_ranks)
+
+
+def check_mtp(folder: Path, draft_ranks: int | None) -> None:
     def load(group: ParallelGroup) -> Draft:
         options = SpeculativeOptions(
             method="mtp",
             num_speculative_tokens=3,
             draft_tensor_parallel_size=None if group.size == 1 else draft_ranks,
         )
-        return load_draft(tmp_path, options, group)
+        return load_draft(folder, options, group)
 
     check(load, 2, VOCAB)
 
