@@ -70,7 +70,9 @@ def download_tokenizer(model: str, options: ModelOptions) -> Path:
 
 def download_dense(model: str, options: ModelOptions) -> Path:
     """The layers behind the pooling of an embedding model, in folders beside its own weights."""
-    return _download(model, options, options.revision, ["*_Dense/model.safetensors"], ignored=())
+    return _download(
+        model, options, options.revision, ["[0-9]*_Dense/model.safetensors"], ignored=()
+    )
 
 
 def _download(

@@ -15,7 +15,7 @@ import torch
 
 from atom.config import EngineConfig
 from atom.environment import omp_num_threads
-from atom.messages import RequestFailedError
+from atom.messages import EngineDeadError, RequestFailedError
 from atom.platform import default_num_threads, select_platform
 from atom.pooling.inputs import PoolingInput
 from atom.pooling.load import LoadedModel, load_model
@@ -82,7 +82,7 @@ class BatchQueue:
         request = _Request(inputs, order)
         with self._changed:
             if self._is_closed:
-                raise RuntimeError("the engine has been shut down")
+                raise EngineDeadError("the engine has been shut down")
             self._waiting.append(request)
             self._changed.notify()
         return request.future
@@ -203,8 +203,13 @@ class PoolingEngine:
             self._num_running = len(batch)
             self._num_batches += 1
             self._num_tokens += sum(len(r.inputs[number].token_ids) for r, number in batch)
-            with torch.inference_mode():
-                _compute(self.loaded.model, batch)
+            try:
+                with torch.inference_mode():
+                    _compute(self.loaded.model, batch)
+            except BaseException as error:
+                for request, _ in batch:
+                    _fail(request, f"the engine died: {type(error).__name__}: {error}")
+                raise
             self._num_running = 0
 
 

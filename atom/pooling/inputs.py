@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,6 @@ from atom.messages import ContextLengthError, RequestRefusedError, check_text
 from atom.pooling.recipe import TextOptions
 from atom.quoting import quote
 from atom.text.control_tokens import ControlTokens
-
-# More than any text has, and what tokenizers take as a length.
-_MOST_TOKENS = 1 << 30
 
 # Source: the model card of Qwen3-Reranker.
 _QWEN3_PREFIX = (
@@ -107,14 +105,24 @@ class InputLimits:
             )
 
 
+class LockedTokenizer:
+    """transformers' tokenizer, for several threads: the length that it cuts to is a state of it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+
+    def __call__(self, *texts: str, **how: Any) -> Any:
+        with self._lock:
+            return self._tokenizer(*texts, **how)
+
+
 class TextEncoder:
-    """Tokenises texts as sentence-transformers does, by any thread.
+    """Tokenises texts as sentence-transformers does, by any thread."""
 
-    Args:
-        tokenizer: transformers'.
-    """
-
-    def __init__(self, tokenizer: Any, options: TextOptions, limits: InputLimits) -> None:
+    def __init__(
+        self, tokenizer: LockedTokenizer, options: TextOptions, limits: InputLimits
+    ) -> None:
         self._tokenizer = tokenizer
         self._options = options
         self._limits = limits
@@ -160,15 +168,10 @@ class TextEncoder:
     def cut(self, text: str, num_tokens: int) -> str:
         """The beginning of a text that has so many tokens, special ones apart."""
         encoded = self._tokenizer(
-            text,
-            add_special_tokens=False,
-            truncation=True,
-            max_length=min(num_tokens, _MOST_TOKENS),
-            return_offsets_mapping=True,
-            verbose=False,
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        ends = [end for _, end in encoded["offset_mapping"]]
-        return text[: max(ends, default=0)]
+        offsets = encoded["offset_mapping"]
+        return text if len(offsets) <= num_tokens else text[: offsets[num_tokens - 1][1]]
 
     def _prompt(self, name: str | None) -> str:
         prompts: Mapping[str, str] = self._options.prompts
@@ -214,7 +217,7 @@ class TwoTexts(PairEncoder):
 
     takes_instruction = False
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: LockedTokenizer) -> None:
         self._tokenizer = tokenizer
 
     def encode(
@@ -230,6 +233,7 @@ class Qwen3Template(PairEncoder):
     """Qwen3-Reranker's chat, in which special tokens that texts spell stay text.
 
     Args:
+        tokenizer: transformers'; nothing may have it cut texts.
         instruction: of requests without one; the model card's when None.
     """
 

@@ -17,6 +17,7 @@ from atom.model_loader.tokenizer import locate_tokenizer
 from atom.platform import select_platform
 from atom.pooling.inputs import (
     InputLimits,
+    LockedTokenizer,
     PairEncoder,
     PoolingInput,
     Qwen3Template,
@@ -108,6 +109,7 @@ class _Parts:
     dtype: torch.dtype
     device: torch.device
     tokenizer: Any
+    locked: LockedTokenizer
     texts: TextOptions
 
     def load(self, factory: Any) -> nn.Module:
@@ -128,12 +130,14 @@ def load_model(config: EngineConfig, source: PoolingSource) -> LoadedModel:
     dtype = default_dtype(source.path, source.raw) if name == "auto" else DTYPES_BY_NAME[name]
     check_weights(source, platform, dtype)
     folder = locate_tokenizer(source.path, options)
+    tokenizer = read_tokenizer(folder, options.trust_remote_code)
     parts = _Parts(
         options,
         source,
         dtype,
         torch.device("cuda", 0) if platform.is_gpu else torch.device("cpu"),
-        read_tokenizer(folder, options.trust_remote_code),
+        tokenizer,
+        LockedTokenizer(tokenizer),
         read_text_options(source.path),
     )
     embedding = scoring = None
@@ -149,7 +153,7 @@ def load_model(config: EngineConfig, source: PoolingSource) -> LoadedModel:
     return LoadedModel(
         model,
         limits,
-        TextEncoder(parts.tokenizer, parts.texts, limits),
+        TextEncoder(parts.locked, parts.texts, limits),
         parts.tokenizer,
         embedding,
         scoring,
@@ -241,7 +245,7 @@ def _two_texts(parts: _Parts) -> PairEncoder:
             f"{parts.source.path}: a default prompt, or do_lower_case, of a model that scores "
             f"pairs is not done here"
         )
-    return TwoTexts(parts.tokenizer)
+    return TwoTexts(parts.locked)
 
 
 def _activation(parts: _Parts) -> Activation:

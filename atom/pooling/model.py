@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.nn import functional
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import has_weights, list_adapters, list_tensors
 from atom.model_loader.errors import WeightError, name_some
-from atom.model_loader.hub import download_dense, looks_like_path
+from atom.model_loader.hub import download_dense
 from atom.model_loader.safetensors_reader import map_tensor
 from atom.model_ops.finite import check_finite
 from atom.models.config_file import is_there
@@ -295,7 +296,8 @@ def load_denses(
         WeightError: for tensors that are missing, unexpected or of another shape.
     """
     steps = [step for step in recipe.steps if isinstance(step, Dense)]
-    if any(not has_weights(step.folder) for step in steps) and not looks_like_path(source.name):
+    is_of_hub = source.path != Path(source.name).expanduser()
+    if is_of_hub and any(not has_weights(step.folder) for step in steps):
         download_dense(source.name, options)
     denses = {}
     for step in steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +15,11 @@ from patience import PATIENCE_SECONDS
 from transformers import BertConfig, BertModel
 
 from atom import LLM
-from atom.messages import RequestFailedError
+from atom.messages import EngineDeadError, RequestFailedError
 from atom.model_engine.async_engine import EngineShuttingDownError, QueueFullError
 from atom.pooling.async_engine import AsyncPoolingEngine
 from atom.pooling.engine import BatchQueue, PoolingEngine
-from atom.pooling.inputs import PoolingInput
+from atom.pooling.inputs import LockedTokenizer, PoolingInput
 
 
 def inputs_of(*lengths: int) -> list[PoolingInput]:
@@ -147,6 +147,37 @@ async def test_requests_of_an_event_loop(bert: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(EngineShuttingDownError):
         await engine.compute(inputs_of(3))
     assert await engine.wait_dead() == "the engine was shut down"
+
+
+def test_a_death_is_told_to_those_who_wait(
+    engine: PoolingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(batch: Sequence[PoolingInput]) -> list[np.ndarray]:
+        raise SystemExit(len(batch) + 2)
+
+    monkeypatch.setattr(engine.loaded.model, "compute", dies)
+    future = engine.submit(inputs_of(3))
+    assert "the engine died: SystemExit: 3" in str(outcome(future))
+    engine.ended.result(PATIENCE_SECONDS)
+    assert engine.death == "SystemExit: 3"
+    with pytest.raises(EngineDeadError):
+        engine.submit(inputs_of(3))
+
+
+def test_one_thread_at_a_time_has_the_tokenizer() -> None:
+    """What one has it cut to would hold for the other."""
+    inside: list[int] = []
+
+    def tokenizer(text: str) -> list[str]:
+        inside.append(1)
+        threading.Event().wait(0.001)
+        assert len(inside) == 1
+        inside.pop()
+        return [text]
+
+    locked = LockedTokenizer(tokenizer)
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(locked, "abcdefgh")] == [[letter] for letter in "abcdefgh"]
 
 
 def test_llm(bert: Path) -> None:
