@@ -31,6 +31,7 @@ DTYPE_SPELLINGS = {
 }
 TASKS = ("auto", "generate", "embed", "score")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+MODEL_IMPLS = ("auto", "atom", "transformers")
 LOAD_STRATEGIES = ("lazy", "prefetch")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
@@ -141,6 +142,13 @@ class ModelOptions(Options):
     tokenizer: str | None = option(None, "tokenizer folder or hub id, when not the model's own")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     trust_remote_code: bool = option(False, "run code that the checkpoint carries")
+    model_impl: str = option(
+        "auto",
+        "whose code computes the model: atom, transformers (any causal language model that it has, "
+        "after a try with a small copy; slower), or auto: atom where it has the architecture",
+        choices=MODEL_IMPLS,
+        nearest={"vllm": "atom", "hf": "transformers"},
+    )
     dtype: str = option(
         "auto", "type of weights and activations", choices=DTYPES, spellings=DTYPE_SPELLINGS
     )

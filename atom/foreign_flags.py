@@ -220,7 +220,7 @@ _VLLM = [
     ),
     *_refused(VLLM, _CONFIG, "--hf-overrides", harmless=("{}",)),
     *_refused(VLLM, _CONFIG, "--rope-scaling --rope-theta --hf-config-path"),
-    *_refused(VLLM, _CONFIG, "--config-format --model-impl", harmless=("auto", "hf", "vllm")),
+    *_refused(VLLM, _CONFIG, "--config-format", harmless=("auto", "hf")),
     *_refused(
         VLLM,
         "the checkpoint's own tokenizer is read; --tokenizer names another",

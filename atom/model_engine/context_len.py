@@ -17,7 +17,7 @@ def model_context_len(config: PretrainedConfig) -> int:
     configs it is the scaled length already.
     """
     length = int(config.max_position_embeddings)
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}  # some models do not rotate
     if rope.get("rope_type") in ("linear", "dynamic"):
         length = int(length * rope["factor"])
     return length

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from atom.batch import Lookahead
 from atom.config import ConfigError
 from atom.graphs.capture import (
@@ -18,6 +20,8 @@ from atom.models.base import CausalLM
 from atom.spec_decode.base import Proposer
 from atom.speculative_options import MAX_SPECULATIVE_TOKENS
 
+logger = logging.getLogger(__name__)
+
 
 def create_graph_runner(rank: Rank, model: CausalLM, lookahead: Lookahead) -> GraphRunner | None:
     """The graph runner, nothing captured yet; None if every step runs eagerly.
@@ -28,7 +32,15 @@ def create_graph_runner(rank: Rank, model: CausalLM, lookahead: Lookahead) -> Gr
     config, platform = rank.config, rank.platform
     backend = None if config.graphs.enforce_eager else capture_backend(platform)
     sizes = config.graphs.capture_sizes
+    if model.op_by_op is not None:
+        logger.info("steps run op by op: %s", model.op_by_op)
+        backend = None
     if backend is None:
+        if sizes is not None and model.op_by_op is not None:
+            raise ConfigError(
+                f"cudagraph_capture_sizes={list(sizes)} has no effect: steps run op by op, as "
+                f"{model.op_by_op}"
+            )
         if sizes is not None:
             raise ConfigError(
                 f"cudagraph_capture_sizes={list(sizes)} has no effect on a {platform.kind}: "

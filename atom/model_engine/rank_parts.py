@@ -80,7 +80,7 @@ def join_parts(
         ConfigError: when an option cannot be honoured with them.
     """
     grammars = create_grammars(rank.config.model, rank.source) if rank.groups.is_first else None
-    recorder = create_recorder(rank.platform) if graphs is None and _records(rank) else None
+    recorder = create_recorder(rank.platform) if graphs is None and _records(rank, model) else None
     drafter = create_drafter(
         rank.config.speculative,
         proposer,
@@ -109,7 +109,7 @@ def _load_models(
         stages.begin("loading the weights")
 
     stages.begin("reading the checkpoint")
-    create = partial(create_model, source.hf_config)
+    create = partial(create_model, source.hf_config, wanted=config.model.model_impl)
     model = build_model(create, source, context, config.model, checked)
     check_experts(config, rank.groups, rank.platform, source.name, model)
     proposer = create_proposer(config, model, source, context)
@@ -120,9 +120,9 @@ def _load_models(
     return model, proposer
 
 
-def _records(rank: Rank) -> bool:
+def _records(rank: Rank, model: CausalLM) -> bool:
     """Whether steps are recorded where they can be: ranks wait for each other in the middle of a
     step.
     """
     eager = rank.config.graphs.enforce_eager
-    return rank.groups.is_alone and not rank.overlaps and not eager
+    return rank.groups.is_alone and not rank.overlaps and not eager and model.op_by_op is None

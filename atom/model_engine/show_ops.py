@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from atom.config import ConfigError, EngineConfig
 from atom.model_engine.executor import create_executor
+from atom.model_loader.source import resolve_model
 
 
 def describe_ops(config: EngineConfig) -> str:
-    """The op table of the engine's first rank, as text; replicas all have the same.
+    """What computes the model, and the op table of the first rank; replicas all have the same.
 
     Starts all ranks, which load the model and allocate the KV cache as for serving, since the
     choice depends on their sizes.
@@ -27,8 +28,9 @@ def describe_ops(config: EngineConfig) -> str:
         )
     if config.parallel.num_replicas > 1:
         config = replace(config, parallel=replace(config.parallel, data_parallel_size=1))
-    executor = create_executor(config)
+    source = resolve_model(config.model)
+    executor = create_executor(config, source)
     try:
-        return executor.ops.describe()
+        return f"{executor.ops.describe()}\nmodel: {source.implementation}"
     finally:
         executor.shutdown()

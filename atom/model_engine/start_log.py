@@ -69,6 +69,7 @@ def log_start(
     """
     source, platform, ops = rank.source, rank.platform, rank.context.ops
     num_ranks = rank.groups.tp.size
+    logger.info("model: %s", source.implementation)
     logger.info("ops:\n%s", ops.describe())
     if platform.kind == "cpu" and (reason := native_build().reason) is not None:
         logger.warning(

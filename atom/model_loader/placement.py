@@ -156,6 +156,8 @@ class _Directory:
 
     def find(self, name: str) -> tuple[str, str | None]:
         """Parameter and shard for a checkpoint tensor; an unknown name is returned unchanged."""
+        if self._mapping.place is not None:
+            return self._mapping.place(name)
         for old, new in self._mapping.renames:
             if name.startswith(old):
                 name = new + name[len(old) :]

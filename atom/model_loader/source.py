@@ -29,7 +29,7 @@ from atom.models.config_check import check_config
 from atom.models.config_file import check_regular, is_there, read_json_object
 from atom.models.hf_configs import built_in_config, is_built_in
 from atom.models.model_config import ModelConfig
-from atom.models.registry import known_architecture
+from atom.models.registry import Implementation, choose_implementation
 
 # Checkpoints that say that their output head is the embedding, and hold another head.
 
@@ -116,6 +116,7 @@ class ModelSource:
     default_dtype: what `--dtype auto` means for this checkpoint.
     sampling_defaults: `SamplingParams` fields for requests that do not give them.
     quantization: how the weights are stored.
+    implementation: what computes the model; None if nothing was chosen.
     """
 
     path: Path
@@ -125,6 +126,7 @@ class ModelSource:
     default_dtype: torch.dtype
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     quantization: QuantConfig = field(default_factory=UnquantizedConfig)
+    implementation: Implementation | None = None
 
 
 def resolve_model(options: ModelOptions) -> ModelSource:
@@ -139,21 +141,32 @@ def resolve_model(options: ModelOptions) -> ModelSource:
     _refuse_pooling(location, options)
     gguf = _gguf_file(location, options)
     if gguf is None:
-        raw = _read_config(location)
+        raw = _read_config(location, options)
         _refuse_unsupported(location, raw, options)
         dtype = default_dtype(location, raw)
         folder = location
     else:
         folder, dtype = _from_gguf(gguf, options)
-        raw = _read_config(folder)
+        raw = _read_config(folder, options)
     quantization = choose_quantization(folder, raw, options)
-    config = _load_config(folder, raw, options)
+    implementation = _choose_implementation(raw, options)
+    config = _load_config(folder, raw, options, implementation)
+    _try_implementation(implementation, config, folder)
     if options.load_format != "dummy":
         untie_different_head(config.get_text_config(), folder)
     vocab_size = config.get_text_config().vocab_size
     eos_token_ids = end_token_ids(folder, raw, options, vocab_size)
     defaults = sampling_defaults(_EMBEDDED_CONFIG if options.model is None else folder, options)
-    return ModelSource(folder, name, config, eos_token_ids, dtype, defaults, quantization)
+    return ModelSource(
+        folder,
+        name,
+        config,
+        eos_token_ids,
+        dtype,
+        defaults,
+        quantization,
+        implementation,
+    )
 
 
 def embedded_model() -> Path:
@@ -252,17 +265,39 @@ def _from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
     return folder, automatic
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path, options: ModelOptions) -> dict[str, Any]:
     """The content of config.json, checked together with the folder's other files."""
     check_folder(folder)
     path = folder / "config.json"
     raw = read_json_object(path)
     try:
-        known_architecture(raw.get("architectures"), raw.get("model_type"))
+        _choose_implementation(raw, options)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}{encoder_hint(raw)}") from None
     check_config(raw, str(path))
     return raw
+
+
+def _choose_implementation(raw: dict[str, Any], options: ModelOptions) -> Implementation:
+    return choose_implementation(
+        raw.get("architectures"), raw.get("model_type"), options.model_impl
+    )
+
+
+def _try_implementation(
+    implementation: Implementation, config: PretrainedConfig, folder: Path
+) -> None:
+    """Try a small copy of what transformers' code is to compute."""
+    if implementation.kind != "transformers":
+        return
+    import transformers
+
+    from atom.models.transformers.check import check_model
+
+    try:
+        check_model(getattr(transformers, implementation.name), config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from None
 
 
 def _refuse_pooling(folder: Path, options: ModelOptions) -> None:
@@ -289,10 +324,12 @@ def _refuse_unsupported(folder: Path, raw: dict[str, Any], options: ModelOptions
         )
 
 
-def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> PretrainedConfig:
+def _load_config(
+    folder: Path, raw: dict[str, Any], options: ModelOptions, implementation: Implementation
+) -> PretrainedConfig:
     path, kind = folder / "config.json", raw.get("model_type", "(none)")
     try:
-        if is_built_in(raw.get("model_type")):
+        if implementation.kind == "atom" and is_built_in(raw.get("model_type")):
             config = built_in_config(raw)
         else:
             config = _auto_config(folder, options)

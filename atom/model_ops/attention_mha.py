@@ -96,6 +96,14 @@ class Attention(CachedAttention):
         out = attend_by_length(self._decode, self._prefill, self._attend, q, metadata)
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)
 
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """`forward` of queries and keys that are rotated already."""
+        self._write(k, v, self.kv_cache, metadata.slot_mapping)
+        out = attend_by_length(self._decode, self._prefill, self._attend, q, metadata)
+        return out.reshape(q.shape[0], self.num_heads * self.head_dim)
+
     def _attend(self, op: Any, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         out: torch.Tensor = op(q, self.kv_cache, metadata, self.scale, self.sliding_window)
         return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -19,6 +19,8 @@ class WeightMapping:
         tensors then, by names that begin with the missing one's.
     ignored: regular expressions of checkpoint tensors that are deliberately not loaded.
     modules: checkpoint's name of a module, anywhere in a tensor's name -> the model's.
+    place: checkpoint's name -> the model's, and its part of a packed parameter; None if the others
+        say it.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -26,6 +28,7 @@ class WeightMapping:
     ignored: tuple[str, ...] = ()
     adopted: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
+    place: Callable[[str], tuple[str, str | None]] | None = None
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -14,7 +15,13 @@ from atom.model_ops.weight_mapping import WeightMapping
 
 
 class CausalLM(nn.Module, ABC):
-    """A target model: hidden states for all tokens, logits for selected rows."""
+    """A target model: hidden states for all tokens, logits for selected rows.
+
+    Attributes:
+        op_by_op: why its steps can be neither captured nor recorded; None if they can.
+    """
+
+    op_by_op: ClassVar[str | None] = None
 
     @property
     @abstractmethod

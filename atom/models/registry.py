@@ -67,32 +67,91 @@ _MISSING = {
 }
 
 
-def known_architecture(architectures: object, model_type: object) -> str:
-    """The first architecture that has a model class, of those that a `config.json` names.
+@dataclass(frozen=True)
+class Implementation:
+    """What runs a model.
+
+    Attributes:
+        kind: `atom` for a class of this package, `transformers` for one of transformers'.
+        name: of the class.
+        why: this one.
+    """
+
+    kind: str
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        where = "atom" if self.kind == "atom" else "transformers' modelling code"
+        return f"{self.name} of {where}, {self.why}"
+
+
+def choose_implementation(
+    architectures: object, model_type: object, wanted: str = "auto"
+) -> Implementation:
+    """What runs a model whose `config.json` names these architectures and this type.
+
+    Args:
+        wanted: `--model-impl`.
 
     Raises:
-        ConfigError: naming them, what is missing if it is known, and the supported ones.
+        ConfigError: naming them, and what is supported.
     """
     listed = architectures if isinstance(architectures, list) else []
     names = [name for name in listed if isinstance(name, str)]
+    ours = next((name for name in names if name in _MODELS), None)
+    if ours is not None and wanted != "transformers":
+        types = _MODELS[ours].model_types
+        if wanted == "atom" or model_type in types:
+            why = "as --model-impl says" if wanted == "atom" else "which is native"
+            return Implementation("atom", ours, why)
+    if (missing := next((_MISSING[name] for name in names if name in _MISSING), None)) is not None:
+        raise ConfigError(
+            f"architecture {', '.join(names)} is not supported (type {model_type}): missing is "
+            f"{missing}"
+        )
+    if wanted != "atom" and (theirs := _class_of_transformers(names, model_type)) is not None:
+        why = "as no class of atom computes this"
+        if wanted == "transformers":
+            why = "as --model-impl says"
+        return Implementation("transformers", theirs, why)
+    if ours is not None and wanted != "transformers":
+        return Implementation("atom", ours, "which is native")  # refused by its type
+    told = f"architecture {', '.join(names) or '(none given)'} is not supported (type {model_type})"
+    if wanted == "transformers":
+        raise ConfigError(f"{told}: transformers has no such causal language model")
+    others = "" if wanted == "atom" else ", and what transformers has as a causal language model"
+    raise ConfigError(f"{told}; supported are {', '.join(_MODELS)}{others}")
+
+
+def _class_of_transformers(names: list[str], model_type: object) -> str | None:
+    """Transformers' causal language model for a type, if one of these names means it."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     for name in names:
-        if name in _MODELS:
-            return name
-    missing = "".join(f": missing is {_MISSING[name]}" for name in names if name in _MISSING)
-    raise ConfigError(
-        f"architecture {', '.join(names) or '(none given)'} is not supported (type {model_type})"
-        f"{missing}; supported are {', '.join(_MODELS)}"
-    )
+        # Publishers' own names of what transformers has by another name.
+        foreign = name.endswith("ForCausalLM") and not hasattr(transformers, name)
+        if known is not None and (name == known or foreign):
+            return str(known)
+    return None
 
 
-def create_model(config: PretrainedConfig, context: LayerContext) -> CausalLM:
+def create_model(config: PretrainedConfig, context: LayerContext, wanted: str = "auto") -> CausalLM:
     """Build the model for `config.architectures`, weights uninitialised.
+
+    Args:
+        wanted: `--model-impl`.
 
     Raises:
         ConfigError: naming the architecture and the supported ones, or a model type that
             contradicts it.
     """
-    name = known_architecture(config.architectures, config.model_type)
+    implementation = choose_implementation(config.architectures, config.model_type, wanted)
+    if implementation.kind == "transformers":
+        return _create_by_transformers(implementation.name, config, context)
+    name = implementation.name
     model = _MODELS[name]
     if config.model_type not in model.model_types:
         raise ConfigError(
@@ -104,3 +163,17 @@ def create_model(config: PretrainedConfig, context: LayerContext) -> CausalLM:
     model_class = getattr(importlib.import_module(f"atom.models.{model.module}"), model.name)
     created: CausalLM = model_class(config, context)
     return created
+
+
+def _create_by_transformers(name: str, config: PretrainedConfig, context: LayerContext) -> CausalLM:
+    import transformers
+
+    from atom.models.transformers.model import TransformersForCausalLM
+
+    try:
+        return TransformersForCausalLM(config, context, getattr(transformers, name))
+    except ConfigError as error:
+        raise ConfigError(f"{name} of transformers is not supported: {error}") from None
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        told = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ConfigError(f"{name} of transformers cannot be built: {told}") from error

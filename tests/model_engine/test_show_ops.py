@@ -30,6 +30,7 @@ def test_the_table_is_printed(
     assert {"linear", "rms_norm", "rope", "kv_cache_write", "prefill_attention"} <= set(runs)
     assert runs["paged_attention"] == "torch"
     assert any("the cache holds torch.bfloat16" in line for line in lines)
+    assert lines[-1] == "model: LlamaForCausalLM of atom, which is native"
 
 
 def test_the_table_is_the_first_ranks(

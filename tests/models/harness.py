@@ -45,7 +45,9 @@ def load_model(
     options = ModelOptions(model=str(folder), **model_options)
     source = resolve_model(options)
     context = LayerContext.create(dtype, max_model_len, platform or cpu_platform(), group)
-    return build_model(partial(create_model, source.hf_config), source, context, options)
+    return build_model(
+        partial(create_model, source.hf_config, wanted=options.model_impl), source, context, options
+    )
 
 
 class NoGrammars:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from models import transformers_families
 from models.families import FAMILIES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from atom.model_loader.gguf.architectures import GGUF_NAMES
 from atom.models.registry import model_types
@@ -61,6 +63,20 @@ def rows() -> list[str]:
         tests = "grid" if grid else "logits, engine, drafts"
         lines.append(f"| {_NAMES[first]} | {names} | {gguf} | {tests} | {_DRAFTS.get(first, '')} |")
     return lines
+
+
+def by_transformers() -> str:
+    """The sentence of families that run by transformers' modelling code."""
+    names = dict.fromkeys(
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in transformers_families.FAMILIES
+    )
+    listed = ", ".join(f"`{name}`" for name in names)
+    return f"Tested with it are {len(transformers_families.FAMILIES)} families: {listed}."
+
+
+def test_the_list_of_families_by_transformers_is_current() -> None:
+    sentence = by_transformers()
+    assert sentence in PAGE.read_text(encoding="utf-8"), f"docs/models.md must have\n{sentence}"
 
 
 def test_the_table_is_current() -> None:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -15,11 +14,10 @@ from transformers.models.auto.modeling_auto import (
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.source import resolve_model
-from atom.model_ops.layer_context import LayerContext
-from atom.models.registry import create_model, model_types
-from atom.platform import cpu_platform
+from atom.models.registry import model_types
 
 _GENERATING = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+_NATIVE = {kind for kinds in model_types().values() for kind in kinds}
 # Heads of their defaults do not divide the hidden size, and there is no head_dim.
 _UNEVEN = {"glm4_moe"}
 # Their defaults are refused by transformers itself.
@@ -29,8 +27,11 @@ _UNCREATABLE = {"gemma4_assistant", "nougat"}
 @pytest.mark.parametrize(
     "names",
     [
+        pytest.param(sorted(_NATIVE & _GENERATING & set(CONFIG_MAPPING_NAMES)), id="native models"),
         pytest.param(
-            sorted(_GENERATING & set(CONFIG_MAPPING_NAMES) - _UNCREATABLE), id="language models"
+            sorted(_GENERATING & set(CONFIG_MAPPING_NAMES) - _UNCREATABLE - _NATIVE),
+            id="language models",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             sorted(set(CONFIG_MAPPING_NAMES) - _GENERATING - _UNCREATABLE),
@@ -47,20 +48,25 @@ def test_every_configuration_of_transformers(names: list[str], tmp_path: Path) -
         raw = CONFIG_MAPPING[name]().to_dict() | {"architectures": [architecture]}
         (tmp_path / "config.json").write_text(json.dumps(raw, default=str))
         options = ModelOptions(str(tmp_path), load_format="dummy")
-        if architecture in supported:
+        if name in supported.get(architecture, ()):
             if name in _UNEVEN:
                 with pytest.raises(ConfigError, match=r"does not split over .* no head_dim"):
                     resolve_model(options)
                 continue
-            config = resolve_model(options).hf_config
-            if config.model_type not in supported[architecture]:
-                with pytest.raises(ConfigError, match=f"model_type '{name}' contradicts"):
-                    create_model(config, LayerContext.create(torch.float32, 1, cpu_platform()))
+            found = resolve_model(options).implementation
+            assert found is not None
+            assert (found.kind, found.name) == ("atom", architecture)
             continue
-        with pytest.raises(ConfigError) as raised:
-            resolve_model(options)
-        refusal = f"architecture {architecture} is not supported (type {raw['model_type']})"
-        assert refusal in str(raised.value), name
+        refused = ""
+        try:
+            found = resolve_model(options).implementation
+        except ConfigError as error:
+            refused = str(error)
+        if refused:
+            assert architecture in refused or f"of type {name}:" in refused, name
+        else:
+            assert found is not None
+            assert (found.kind, found.name) == ("transformers", architecture)
 
 
 @pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLM", [7], {"a": 1}])

@@ -44,6 +44,8 @@ def load_draft_model(draft: str, target: DraftTarget) -> tuple[CausalLM, TokenMa
         )
     options = draft_options(draft, target.options)
     source = resolve_model(options)
+    if source.implementation is not None and source.implementation.kind == "transformers":
+        raise ConfigError(f"{draft} cannot draft: it is {source.implementation}")
     # Ranks that hold whole experts wait for each other's tokens: each has all of a draft's.
     context = replace(target.context, experts=SINGLE)
     if isinstance(source.quantization, UnquantizedConfig):

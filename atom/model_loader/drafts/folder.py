@@ -128,6 +128,7 @@ def draft_options(draft: str, options: ModelOptions) -> ModelOptions:
         tokenizer=None,
         revision=None,
         trust_remote_code=False,
+        model_impl="auto",
         load_format="dummy" if options.load_format == "dummy" else "auto",
         activations="auto",
     )

@@ -95,13 +95,13 @@ class BuiltRank:
         rank = Rank.create(config, _groups(setting, number), setting.platform, source)
         table = OpTable(setting.platform, setting.registry, config.batch_invariant)
         rank = replace(rank, context=replace(rank.context, ops=table, device=META))
-        create = partial(create_model, source.hf_config)
+        create = partial(create_model, source.hf_config, wanted=config.model.model_impl)
         model = build_model(create, source, rank.context, config.model)
         check_experts(config, rank.groups, setting.platform, source.name, model)
         proposer = create_proposer(config, model, source, rank.context)
         model.set_aux_layer_ids(proposer.aux_layer_ids)
         graphs = None
-        if not config.graphs.enforce_eager:
+        if not config.graphs.enforce_eager and model.op_by_op is None:
             graphs = plan_graphs(rank, model, proposer.lookahead, _NoCapture())
         return cls(rank, join_parts(rank, model, proposer, graphs))
 

@@ -250,7 +250,8 @@ class Rehearser:
         table = OpTable(setting.platform, setting.registry, config.batch_invariant)
         quant = on_platform(source.quantization, setting.platform)
         context = replace(rank.context, ops=table, device=META, quant=quant, experts=SINGLE)
-        return weight_bytes(create_model(source.hf_config, context)).stored
+        model = create_model(source.hf_config, context, config.model.model_impl)
+        return weight_bytes(model).stored
 
 
 class _FirstRank:

@@ -1,0 +1,242 @@
+"""Tries a small copy of an architecture before it runs: what differs is refused by its name.
+
+The copy has the configuration of the checkpoint with fewer heads and layers, shorter windows, a
+small vocabulary, narrow MLPs and random weights. Transformers' own attention computes two texts of
+it, each at once; then they are computed in pieces, side by side, with attention as the engine has
+it. So state between tokens that is not in keys and values, positions that are not the given ones,
+and masks that are not honoured all show.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from atom.config import ConfigError
+from atom.models.transformers.probe import (
+    PAGED,
+    LayerCall,
+    LayerFacts,
+    head_logits,
+    parameters_on_meta,
+    probe,
+    run,
+    take_base,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Rotations whose frequencies follow the longest text of a batch.
+_BY_LENGTH = {"dynamic", "longrope"}
+# Difference of logits that is refused, in multiples of their standard deviation.
+_TOLERANCE = 2e-3
+_VOCABULARY = 96
+_WINDOW = 9
+_MLP = 32
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Parameters of a copy that is tried.
+_MOST = 1 << 28
+# Lengths of the two texts, and the pieces in which they are computed side by side.
+_LENGTHS = (29, 17)
+_PIECES = ((11, 17), (1, 0), (16, 0), (1, 0))
+
+
+def check_model(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Refuse an architecture whose modelling code does not compute with our attention what it
+    computes with its own.
+
+    Raises:
+        ConfigError: with its name and the reason.
+    """
+    name = f"{model_class.__name__} of transformers"
+    try:
+        if (reason := _stated_reason(model_class, config)) is not None:
+            raise ConfigError(reason)
+        _try(model_class, config)
+    except ConfigError as error:
+        raise ConfigError(f"{name} is not supported: {error}") from None
+    except Exception as error:  # whatever modelling code raises
+        told = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ConfigError(
+            f"{name} is not supported: a small copy cannot be tried ({told})"
+        ) from error
+
+
+def _stated_reason(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str | None:
+    """What class and configuration say themselves."""
+    if config.get_text_config() is not config:
+        return "it is no text model"
+    if config.is_encoder_decoder:
+        return "it has an encoder"
+    if model_class._is_stateful:
+        return "it keeps a state of each text besides keys and values"
+    if not model_class._supports_attention_backend:
+        return "its attention cannot be replaced (no _supports_attention_backend)"
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+        return f"it has layers of type {', '.join(others)}"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {value.get("rope_type") for value in (rope, *rope.values()) if isinstance(value, dict)}
+    if by_length := sorted(str(kind) for kind in kinds & _BY_LENGTH):
+        return f"its rotation ({', '.join(by_length)}) depends on other texts of a batch"
+    return None
+
+
+@torch.inference_mode()
+def _try(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        small = small_copy(config)
+        with parameters_on_meta():
+            size = sum(p.numel() for p in model_class(small).parameters())
+        if size > _MOST:
+            raise ConfigError(f"a small copy of it has {size} parameters, too many to try")
+        model = model_class(small).eval().float()
+        _randomise(model)
+        texts = [torch.randint(3, _VOCABULARY, (length,)) for length in _LENGTHS]
+    model.config._attn_implementation = "eager"
+    positions = [torch.arange(length) for length in _LENGTHS]
+    expected = [
+        model(input_ids=ids[None], position_ids=at[None], use_cache=False).logits[0]
+        for ids, at in zip(texts, positions, strict=True)
+    ]
+    base = model.get_submodule(model.base_model_prefix)
+    call = _Dense(probe(base))
+    take_base(model)
+    model.config._attn_implementation = PAGED
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    for piece in _PIECES:
+        starts = [sum(len(rows) for rows in done) for done in found]
+        parts = [slice(start, start + n) for start, n in zip(starts, piece, strict=True)]
+        ids, at = (
+            torch.cat([x[p] for x, p in zip(xs, parts, strict=True)]) for xs in (texts, positions)
+        )
+        call.piece = piece
+        hidden = run(base, call, input_ids=ids[None], position_ids=at[None])
+        logits = head_logits(model, hidden[0])
+        for done, rows in zip(found, torch.split_with_sizes(logits, piece), strict=True):
+            done.append(rows)
+    for pieces, reference in zip(found, expected, strict=True):
+        difference = (torch.cat(pieces) - reference).abs().max().item() / reference.std().item()
+        if not difference < _TOLERANCE:
+            raise ConfigError(
+                f"a small copy of it in pieces, beside another text, computes other logits than "
+                f"alone at once (by {difference:.2g} of their standard deviation)"
+            )
+
+
+class _Dense:
+    """Attention as the engine has it: causal, with windows, over all pieces so far of each text.
+
+    Attributes:
+        piece: how many tokens of each text the step has.
+    """
+
+    piece: tuple[int, ...] = ()
+
+    def __init__(self, layers: list[LayerFacts]) -> None:
+        self._layers = layers
+        self._known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(
+        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: LayerCall
+    ) -> torch.Tensor:
+        window = self._layers[module.layer_idx].window
+        parts = zip(*(torch.split_with_sizes(x[0], self.piece, 1) for x in (q, k, v)), strict=True)
+        out = []
+        for text, (queries, keys, values) in enumerate(parts):
+            place = module.layer_idx, text
+            if place in self._known:
+                old_keys, old_values = self._known[place]
+                keys, values = torch.cat([old_keys, keys], 1), torch.cat([old_values, values], 1)
+            self._known[place] = keys, values
+            group = queries.shape[0] // keys.shape[0]
+            keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
+            scores = queries @ keys.transpose(1, 2) * call.scale
+            last = torch.arange(keys.shape[1] - queries.shape[1], keys.shape[1])[:, None]
+            behind = torch.arange(keys.shape[1]) - last
+            hidden = behind > 0 if window is None else (behind > 0) | (behind <= -window)
+            scores = scores.masked_fill(hidden, -math.inf)
+            out.append((scores.softmax(-1) @ values).transpose(0, 1))
+        return torch.cat(out)[None]
+
+
+def _randomise(model: nn.Module) -> None:
+    """Random numbers for all parameters, so that nothing is multiplied by 0 or 1 alone."""
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            continue
+        if parameter.dim() < 2:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        else:
+            parameter.normal_(std=max(parameter.shape[-1], 16) ** -0.5)
+
+
+def small_copy(config: PretrainedConfig) -> PretrainedConfig:
+    """A configuration of the same computation with smaller sizes.
+
+    Sizes of heads stay, and so does what is shared among them.
+    """
+    fields = copy.deepcopy(config.to_dict())
+    layers, keep = int(config.num_hidden_layers), _layers_to_keep(config)
+    factor, kv_factor = _head_factors(config)
+    windows: dict[int, int] = {}
+    for name, value in fields.items():
+        if isinstance(value, (list, tuple)) and len(value) == layers and layers > 1:
+            fields[name] = list(value[:keep])
+        elif type(value) is not int:
+            continue
+        elif _is_heads(name):
+            by = kv_factor if "kv" in name or "key_value" in name else factor
+            fields[name] = value // by if value % by == 0 else value
+        elif name in _HIDDEN:
+            fields[name] = value // factor
+        elif _is_mlp(name) and value > _MLP:
+            fields[name] = _MLP
+        elif "vocab" in name and value > _VOCABULARY:
+            fields[name] = _VOCABULARY
+        elif "window" in name and "layers" not in name and value > _WINDOW:
+            fields[name] = windows.setdefault(value, _WINDOW + 2 * len(windows))
+        elif name in _LAYERS and value == layers:
+            fields[name] = keep
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id", "quantization_config"):
+        fields.pop(name, None)
+    return type(config)(**fields, eos_token_id=2, bos_token_id=1, pad_token_id=0)
+
+
+def _layers_to_keep(config: PretrainedConfig) -> int:
+    """The first layers, with one of each kind that a list of the configuration tells apart."""
+    layers = int(config.num_hidden_layers)
+    keep = min(layers, 2)
+    for value in config.to_dict().values():
+        if isinstance(value, (list, tuple)) and len(value) == layers:
+            keep = max(keep, *(value.index(kind) + 1 for kind in value))
+    dense = getattr(config, "first_k_dense_replace", None) or 0
+    return min(layers, max(keep, dense + 1))
+
+
+def _is_heads(name: str) -> bool:
+    return name.endswith("heads") or name in ("n_head", "n_heads")
+
+
+def _is_mlp(name: str) -> bool:
+    return "intermediate" in name or "ffn" in name or name in ("n_inner", "d_ff")
+
+
+def _head_factors(config: PretrainedConfig) -> tuple[int, int]:
+    """By how much the numbers of heads, with the hidden size, and of KV heads are divided: up to
+    two KV heads stay, with up to two heads each.
+    """
+    heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    group = heads // kv_heads
+    few = 2 if kv_heads % 2 == 0 else 1
+    of_each = 2 if group % 2 == 0 else group
+    factor = heads // (few * of_each)
+    return (factor, kv_heads // few) if hidden % (2 * factor) == 0 else (1, 1)

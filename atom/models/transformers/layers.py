@@ -1,0 +1,199 @@
+"""Layers of ours in the place of transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from atom.config import ConfigError
+from atom.model_ops.embedding import OutputHead, VocabParallelEmbedding
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from atom.model_ops.rank_sums import resolve_plain_sum
+from atom.model_ops.stacked import StackedMatrix
+from atom.models.transformers.weights import Names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Of transformers' styles of sharing a linear layer, those that are honoured.
+_STYLES = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
+_REPLICATED = ("replicated_with_grad_allreduce", "embedding_rowwise")
+
+
+class Embedding(VocabParallelEmbedding):
+    """Takes [1, T] ids, and multiplies by `factor`."""
+
+    def __init__(self, like: nn.Embedding, context: LayerContext, prefix: str) -> None:
+        super().__init__(like.num_embeddings, like.embedding_dim, context, prefix)
+        self._factor = 1.0
+        if type(like) is not nn.Embedding:
+            scale = getattr(like, "embed_scale", None)
+            if scale is None:
+                raise ConfigError(f"its input embedding is a {type(like).__name__}")
+            self._factor = torch.tensor(float(scale), dtype=context.dtype).item()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[1, T] -> [1, T, hidden], or for a draft that shares it [T] -> [T, hidden] as stored."""
+        rows = super().forward(input_ids.flatten())
+        if input_ids.dim() > 1:
+            rows = rows.view(*input_ids.shape, -1)
+            rows = rows if self._factor == 1 else rows * self._factor
+        return rows
+
+
+class Head(nn.Module):
+    """An output head for rows with any leading axes, and the bias that it may have."""
+
+    def __init__(self, head: OutputHead, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.inner = head
+        self.bias = bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> [..., vocab] float32."""
+        logits: torch.Tensor = self.inner(hidden.flatten(0, -2))
+        if self.bias is not None:
+            logits = logits + self.bias
+        return logits.view(*hidden.shape[:-1], -1)
+
+
+class Linear(nn.Module):
+    """A linear layer for rows with any leading axes.
+
+    Attributes:
+        weight, bias: of the layer, which modelling code asks for their dtype; None if quantised.
+
+    Args:
+        like: transformers' layer, with the sizes of this rank.
+        style: how ranks share it; None if each has all of it.
+    """
+
+    def __init__(
+        self, like: nn.Linear, style: str | None, context: LayerContext, prefix: str
+    ) -> None:
+        super().__init__()
+        rows, columns = like.out_features, like.in_features
+        bias = like.bias is not None
+        size = context.group.size
+        self.inner: LinearBase
+        self._sum: Any = None
+        self._style, self._group = style, context.group
+        if style == "colwise":
+            self.inner = ColumnParallelLinear(columns, rows * size, bias, context, prefix)
+        elif style == "colwise_gather_output":
+            self.inner = ColumnParallelLinear(columns, rows, bias, context, prefix)
+        elif style in ("rowwise", "rowwise_split_input"):
+            whole = columns * size if style == "rowwise" else columns
+            self.inner = RowParallelLinear(whole, rows, bias, context, prefix)
+            self._sum = resolve_plain_sum(rows, context)
+        else:
+            self.inner = ReplicatedLinear(columns, rows, bias, context, prefix)
+        self.in_features, self.out_features = columns, rows
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if self._style == "rowwise_split_input":
+            x = x.chunk(self._group.size, -1)[self._group.rank].contiguous()
+        if x.dim() == 2:
+            return self._rows(x)
+        return self._rows(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        if self._sum is not None:
+            out = self._sum(out, self._group)
+        if self._style == "colwise_gather_output":
+            out = self._group.all_gather(out)
+        return out
+
+
+def split(base: PreTrainedModel, context: LayerContext) -> dict[str, str]:
+    """How ranks share each linear layer, by transformers' plan; sizes are this rank's afterwards.
+
+    Raises:
+        ConfigError: for what cannot be shared so.
+    """
+    size = context.group.size
+    if size == 1:
+        return {}
+    stated = base.config.base_model_tp_plan
+    if not stated:
+        raise ConfigError("transformers has no plan to split it over ranks")
+    plan = {}
+    names = [*dict(base.named_modules()), *dict(base.named_parameters())]
+    for name in names:
+        style = next((s for pattern, s in stated.items() if fnmatchcase(name, pattern)), None)
+        if style is None or style in _REPLICATED:
+            continue
+        module = base.get_submodule(name) if name in dict(base.named_modules()) else None
+        if not isinstance(module, nn.Linear) or style not in _STYLES:
+            raise ConfigError(f"{name} cannot be split over ranks as {style}")
+        plan[name] = style
+        rows, columns = module.out_features, module.in_features
+        if style == "colwise":
+            _resize(module, context.group.divide(rows, name), columns)
+        elif style == "rowwise":
+            _resize(module, rows, context.group.divide(columns, name))
+    return plan
+
+
+def replace_linears(
+    base: PreTrainedModel, plan: Mapping[str, str], names: Names, context: LayerContext
+) -> None:
+    """Put layers of ours in the place of all linear layers but those that stay in float32."""
+    for name, module in list(base.named_modules()):
+        if type(module) is nn.Linear and not names.stays_float32(name, context.dtype):
+            ours = Linear(module, plan.get(name), context, names.of_base(name))
+            base.set_submodule(name, ours)
+
+
+def materialise(root: nn.Module, names: Names, context: LayerContext) -> None:
+    """Give memory to parameters that are no layers' of ours, and make parameters of the buffers
+    that a checkpoint has.
+    """
+    # With the parameters that are replaced, whose ids would be given to others.
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module_name, module in root.named_modules():
+        if isinstance(module, StackedMatrix):
+            continue
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None:
+                continue
+            if name in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(context.device)
+            else:
+                del module._buffers[name]
+                module._parameters[name] = nn.Parameter(buffer.to("meta"), requires_grad=False)
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            dtype = parameter.dtype
+            if dtype.is_floating_point:
+                keeps = names.stays_float32(f"{module_name}.{name}", context.dtype)
+                dtype = torch.float32 if keeps else context.dtype
+            if id(parameter) not in made:
+                data = torch.empty(parameter.shape, dtype=dtype, device=context.device)
+                made[id(parameter)] = parameter, nn.Parameter(data, requires_grad=False)
+            module._parameters[name] = made[id(parameter)][1]
+
+
+def _resize(linear: nn.Linear, rows: int, columns: int) -> None:
+    """Change the sizes of a linear layer without memory."""
+    linear.out_features, linear.in_features = rows, columns
+    linear.weight = nn.Parameter(linear.weight.new_empty(rows, columns), requires_grad=False)
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(linear.bias.new_empty(rows), requires_grad=False)
