@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import msgspec
 
-_DEFAULT_ROPE_THETA = 10_000.0
 # Types whose scaling starts from the length that the model was first trained for.
 _SCALED_FROM_A_LENGTH = ("llama3", "yarn", "longrope")
 
@@ -29,6 +28,7 @@ class ModelConfig:
     model_type: ClassVar[str] = ""
     # Other names of fields.
     aliases: ClassVar[Mapping[str, str]] = {}
+    default_rope_theta: ClassVar[float] = 10_000.0
 
     architectures: list[str] | None = None
 
@@ -48,12 +48,17 @@ class ModelConfig:
             except msgspec.ValidationError as error:
                 raise TypeError(f"{name}={given[name]!r}: {error}") from None
         if "rope_parameters" in types:
-            _gather_rope_parameters(given)
+            cls.rotate_partly(given)
+            _gather_rope_parameters(given, cls.default_rope_theta)
         config = cls(**{name: value for name, value in given.items() if name in types})
         for name in given.keys() - types.keys():
             setattr(config, name, given[name])
         config.complete()
         return config
+
+    @classmethod
+    def rotate_partly(cls, given: dict[str, Any]) -> None:
+        """Set `partial_rotary_factor`, if another field or none says it."""
 
     def complete(self) -> None:
         """Fill in the fields that follow from others when absent."""
@@ -77,10 +82,10 @@ def _field_types(cls: type[ModelConfig]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def _gather_rope_parameters(given: dict[str, Any]) -> None:
+def _gather_rope_parameters(given: dict[str, Any], default_theta: float) -> None:
     """Older files have `rope_theta` and `rope_scaling` instead of `rope_parameters`."""
     parameters = given.pop("rope_scaling", None) or given.get("rope_parameters") or {}
-    theta = given.pop("rope_theta", _DEFAULT_ROPE_THETA)
+    theta = given.pop("rope_theta", default_theta)
     parameters.setdefault("rope_theta", theta)
     if (factor := given.pop("partial_rotary_factor", None)) is not None:
         parameters.setdefault("partial_rotary_factor", factor)

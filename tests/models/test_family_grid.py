@@ -138,6 +138,21 @@ def test_greedy_tokens(
         assert not [r.getMessage() for r in caplog.records if "op by op" in r.getMessage()]
 
 
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite", "minimax_m2", "deepseek_v32"])
+def test_longer_contexts_by_yarn(name: str, tmp_path: Path) -> None:
+    partial = {} if name in ("glm4_moe_lite", "deepseek_v32") else {"partial_rotary_factor": 0.5}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        **partial,
+    }
+    checkpoint = write_family(name, tmp_path, rope_parameters=yarn)
+    tokens = prompt(LENGTH)
+    assert_close(ModelBench(tmp_path).run(tokens, [LENGTH]), checkpoint.logits(tokens))
+
+
 def test_minimax_m2_as_published(tmp_path: Path) -> None:
     checkpoint = write_family("minimax_m2", tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())

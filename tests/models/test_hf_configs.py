@@ -15,6 +15,11 @@ from atom.models.hf_configs import built_in_config, is_built_in
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SIZES = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "dtype": "bfloat16"}
+# Fields that are others afterwards.
+_RENAMED = {
+    *("rope_scaling", "rope_theta", "partial_rotary_factor"),
+    *("num_mtp_layers", "num_local_experts"),
+}
 WINDOW = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 EXPERTS = {
     "n_routed_experts": 8,
@@ -30,6 +35,15 @@ EXPERTS = {
         ("llama", {}),
         ("llama", {**SIZES, "num_key_value_heads": 2, "rope_theta": 5e5}),
         ("llama", {**SIZES, "head_dim": 16, "rope_scaling": YARN, "eos_token_id": [1, 2]}),
+        ("deepseek_v32", {}),
+        ("deepseek_v32", {**SIZES, **EXPERTS, "rope_scaling": YARN, "num_nextn_predict_layers": 1}),
+        ("glm4_moe", {}),
+        ("glm4_moe", {**SIZES, "head_dim": 16, "rope_theta": 1e6, "partial_rotary_factor": 0.25}),
+        ("glm4_moe", {**SIZES, "rope_parameters": {"rope_theta": 1e6}, "num_mtp_layers": 2}),
+        ("glm4_moe_lite", {}),
+        ("glm4_moe_lite", {**SIZES, "num_local_experts": 8, "mlp_layer_types": ["dense"] * 3}),
+        ("minimax_m2", {}),
+        ("minimax_m2", {**SIZES, "head_dim": 16, "rotary_dim": 8, "num_local_experts": 4}),
         ("qwen2", {}),
         ("qwen2", {**SIZES, **WINDOW, "num_key_value_heads": None, "rope_theta": 1e6}),
         ("mistral", {}),
@@ -55,7 +69,7 @@ def test_fields_are_those_of_transformers(
 
     assert json.dumps(raw) == before
     # Theirs have defaults for training besides.
-    assert set(raw) - {"rope_scaling", "rope_theta", "num_mtp_layers"} <= set(ours.to_dict())
+    assert set(raw) - _RENAMED <= set(ours.to_dict())
     for name in ours.to_dict():
         if name not in ("_name_or_path", "dtype"):
             assert getattr(ours, name) == getattr(theirs, name), name
