@@ -64,26 +64,12 @@ def check_dimensions(engine: PoolingEngine, size: int | None) -> None:
         raise RequestRefusedError(
             f"{engine.description}, and embeds none: POST /v1/score or /v1/rerank", "model"
         )
-    if size is None or size == embedding.dimension:
-        return
-    if embedding.dimensions is None and 1 <= size < embedding.dimension:
-        return
-    if embedding.dimensions and size in embedding.dimensions:
-        return
-    if embedding.dimensions == ():
-        allowed = (
-            f"{embedding.dimension} alone: its config.json has neither is_matryoshka nor "
-            f"matryoshka_dimensions, and the engine was started without --is-matryoshka"
+    if size is not None and not embedding.allows(size):
+        raise RequestRefusedError(
+            f"dimensions={quote(size)}: the vectors of {engine.model_name} may have "
+            f"{embedding.allowed}",
+            "dimensions",
         )
-    elif embedding.dimensions is None:
-        allowed = f"1 to {embedding.dimension}"
-    else:
-        sizes = sorted({*embedding.dimensions, embedding.dimension})
-        allowed = " or ".join(str(size) for size in sizes)
-    raise RequestRefusedError(
-        f"dimensions={quote(size)}: the vectors of {engine.model_name} may have {allowed}",
-        "dimensions",
-    )
 
 
 def pair_work(

@@ -165,6 +165,13 @@ class TextEncoder:
         self._limits.check(tokens, name, length)
         return PoolingInput(tokens)
 
+    def tokens(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Those of a text alone, of any number."""
+        found: list[int] = self._tokenizer(
+            text, add_special_tokens=add_special_tokens, verbose=False
+        )["input_ids"]
+        return found
+
     def cut(self, text: str, num_tokens: int) -> str:
         """The beginning of a text that has so many tokens, special ones apart."""
         encoded = self._tokenizer(

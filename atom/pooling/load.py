@@ -81,6 +81,24 @@ class Embedding:
     is_normalized: bool
     similarity: Literal["cosine", "dot"]
 
+    def allows(self, size: int) -> bool:
+        """Whether vectors may have so many numbers."""
+        if self.dimensions is None:
+            return 1 <= size <= self.dimension
+        return size in (*self.dimensions, self.dimension)
+
+    @property
+    def allowed(self) -> str:
+        """What `allows` does, in words."""
+        if self.dimensions is None:
+            return f"1 to {self.dimension}"
+        if self.dimensions:
+            return " or ".join(str(size) for size in sorted({*self.dimensions, self.dimension}))
+        return (
+            f"{self.dimension} alone: its config.json has neither is_matryoshka nor "
+            f"matryoshka_dimensions, and the engine was started without --is-matryoshka"
+        )
+
 
 @dataclass(frozen=True)
 class LoadedModel:

@@ -147,6 +147,10 @@ def test_shorter_vectors_have_length_one_again(tmp_path: Path) -> None:
     whole = embedded(engine)
     cut = embedded(engine, 8)
     assert np.allclose(np.linalg.norm(cut, axis=1), 1, atol=1e-6)
+    assert engine.loaded.embedding is not None
+    allows = engine.loaded.embedding.allows
+    assert [size for size in range(60) if allows(size)] == [8, 32, 48]
+    assert engine.loaded.embedding.allowed == "8 or 32 or 48"
     rest = whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
     assert np.abs(cut - rest).max() < 1e-6
     engine.shutdown()

@@ -45,6 +45,19 @@ class EmbeddingRequest(ApiModel):
     priority: Any = None
 
 
+class TextTokenizeRequest(ApiModel):
+    """`POST /tokenize`, without chats."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"messages": ([],), "tools": ([],)}
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: Any = None
+    tools: Any = None
+
+
 class ScoreRequest(ApiModel):
     """`POST /v1/score`: one text or as many as the others, under vLLM's names of either time."""
 

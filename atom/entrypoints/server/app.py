@@ -29,7 +29,7 @@ from atom.entrypoints.http.workers import Workers
 from atom.entrypoints.parsing.tool_parsers import GENERIC
 from atom.entrypoints.server.api import Api
 from atom.entrypoints.server.openapi import add_document_route
-from atom.entrypoints.server.pooling_api import POOLING_BODIES
+from atom.entrypoints.server.pooling_api import POOLING_ROUTES
 from atom.entrypoints.server_options import ServerOptions
 from atom.messages import EngineDeadError, RequestFailedError, RequestRefusedError
 from atom.model_engine.async_engine import AsyncEngine, QueueFullError
@@ -92,7 +92,7 @@ def _add_routes(app: FastAPI, api: Api, *, has_ui: bool) -> None:
     app.add_api_route("/v1/responses", api.responses, methods=["POST"])
     app.add_api_route("/v1/messages", api.messages, methods=["POST"])
     app.add_api_route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"])
-    for path in POOLING_BODIES:
+    for path in POOLING_ROUTES:
         app.add_api_route(path, api.embeds_nothing, methods=["POST"], include_in_schema=False)
     app.add_api_route("/v1/models", api.models)
     app.add_api_route("/v1/models/{model_id:path}", api.model)

@@ -12,13 +12,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atom.entrypoints.chat.generation import unless_disconnected
-from atom.entrypoints.chat.protocol import ApiModel
+from atom.entrypoints.chat.protocol import ApiModel, DetokenizeRequest
 from atom.entrypoints.http.body import parse_body
 from atom.entrypoints.http.errors import SERVER_ERROR, ApiError, bad_request, json_response
 from atom.entrypoints.http.unknown_fields import UnknownFields
 from atom.entrypoints.pooling.embeddings import embeddings_answer, prepare_embeddings
 from atom.entrypoints.pooling.metrics import expose
-from atom.entrypoints.pooling.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
+from atom.entrypoints.pooling.protocol import (
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TextTokenizeRequest,
+)
 from atom.entrypoints.pooling.ranking import (
     prepare_ranking,
     prepare_scores,
@@ -29,6 +34,7 @@ from atom.entrypoints.server.base import BaseApi
 from atom.pooling.answers import Work
 from atom.pooling.async_engine import AsyncPoolingEngine
 from atom.pooling.engine import PoolingEngine
+from atom.quoting import quote
 
 Body = TypeVar("Body", EmbeddingRequest, ScoreRequest, RerankRequest)
 EMBEDDING_ROUTES: dict[str, type[ApiModel]] = {"/v1/embeddings": EmbeddingRequest}
@@ -38,7 +44,12 @@ RERANK_ROUTES: dict[str, type[ApiModel]] = {
     "/v2/rerank": RerankRequest,
     "/rerank": RerankRequest,
 }
-POOLING_BODIES = {**EMBEDDING_ROUTES, **SCORE_ROUTES, **RERANK_ROUTES}
+POOLING_ROUTES = {**EMBEDDING_ROUTES, **SCORE_ROUTES, **RERANK_ROUTES}
+POOLING_BODIES: dict[str, type[ApiModel]] = {
+    **POOLING_ROUTES,
+    "/tokenize": TextTokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 # Cohere's, whose answers do not repeat the documents.
 _WITHOUT_DOCUMENTS = "/v2/rerank"
 
@@ -79,6 +90,41 @@ class PoolingApi(BaseApi):
         return await self.workers.run(
             size, lambda: json_response(spell(body, model, engine, work, rows))
         )
+
+    async def tokenize(self, request: Request) -> Response:
+        loaded = self.engine.engine.loaded
+
+        def answer(data: bytes, unknown: UnknownFields) -> Response:
+            body = parse_body(data, TextTokenizeRequest, unknown)
+            self._model(body.model)
+            tokens = loaded.texts.tokens(body.prompt, body.add_special_tokens is not False)
+            spelled = loaded.tokenizer.convert_ids_to_tokens(tokens)
+            return json_response(
+                {
+                    "count": len(tokens),
+                    "max_model_len": loaded.limits.max_model_len,
+                    "tokens": tokens,
+                    "token_strs": spelled if body.return_token_strs else None,
+                }
+            )
+
+        return await self._prepared(request, answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        loaded = self.engine.engine.loaded
+
+        def answer(data: bytes, unknown: UnknownFields) -> Response:
+            body = parse_body(data, DetokenizeRequest, unknown)
+            self._model(body.model)
+            size = loaded.limits.vocab_size
+            bad = next((token for token in body.tokens if not 0 <= token < size), None)
+            if bad is not None:
+                raise bad_request(
+                    f"token id {quote(bad)} is outside the vocabulary of {size}", "tokens"
+                )
+            return json_response({"prompt": loaded.tokenizer.decode(body.tokens)})
+
+        return await self._prepared(request, answer)
 
     async def generates_nothing(self) -> Response:
         """The answer of the routes of models that generate."""

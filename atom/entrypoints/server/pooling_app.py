@@ -74,6 +74,8 @@ def _add_routes(app: FastAPI, api: PoolingApi) -> None:
     app.add_api_route("/", api.version, include_in_schema=False)
     app.add_api_route("/v1/models", api.models)
     app.add_api_route("/v1/models/{model_id:path}", api.model)
+    app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", api.detokenize, methods=["POST"])
     app.add_api_route("/health", api.health)
     app.add_api_route("/metrics", api.prometheus)
     app.add_api_route("/version", api.version)

@@ -276,6 +276,14 @@ async def test_what_there_is_besides(client: httpx.AsyncClient) -> None:
     card = (await client.get("/v1/models/tiny")).json()
     assert (card["task"], card["dimension"], card["max_model_len"]) == ("embed", 48, 100)
     assert (await client.get("/health")).json() == {"status": "ok"}
+    tokens = await post(client, "/tokenize", prompt=FOX, return_token_strs=True)
+    assert tokens["tokens"] == [1, 4, 5, 6, 7, 2]
+    assert tokens["token_strs"] == ["[CLS]", *FOX.split(), "[SEP]"]
+    bare = await post(client, "/tokenize", prompt=FOX, add_special_tokens=False)
+    assert (bare["count"], bare["max_model_len"], bare["token_strs"]) == (4, 100, None)
+    assert (await post(client, "/detokenize", tokens=bare["tokens"]))["prompt"] == FOX
+    outside = await client.post("/detokenize", json={"tokens": [19]})
+    assert "outside the vocabulary of 19" in outside.json()["error"]["message"]
     before, _, after = [await counted(client), await vectors(client, FOX), await counted(client)]
     assert after == before + 6
     document = json.loads((await client.get("/openapi.json")).content)
