@@ -16,7 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 # Where a block has its float16 scales.
-_SCALES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
+_SCALES = {
+    **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS", "IQ3_S"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "MXFP4": (),
+}
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -113,6 +120,8 @@ def random_blocks(
     elements, num_bytes = GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows * columns // elements, num_bytes), np.uint8)
+    if kind.name == "MXFP4":  # of exponents that leave numbers within `largest`
+        blocks[:, 0] = random.integers(90, 124, len(blocks)) + round(np.log2(largest))
     for start in _SCALES[kind.name]:
         scale = random.uniform(-largest, largest, len(blocks)).astype(np.float16)
         blocks[:, start : start + 2] = scale.view(np.uint8).reshape(-1, 2)

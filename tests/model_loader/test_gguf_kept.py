@@ -109,16 +109,17 @@ def test_with_tiles_a_kept_file_computes_the_unpacked_one_bit_by_bit(
 
 
 def test_types_without_a_format_become_numbers(write_tiny: WriteTiny) -> None:
-    kinds = {"attn_v": "Q8_0", "ffn_up": "Q5_0"}
+    kinds = {"attn_v": "Q8_0", "ffn_up": "IQ3_S"}
     path = write_tiny(tiny_model(vocab_size=330), GGMLQuantizationType["Q4_0"])
     file = read_gguf(path)
     for name, tensor in file.tensors.items():
         if kind := next((k for part, k in kinds.items() if part in name), None):
             stored = GGMLQuantizationType[kind]
-            num_bytes = tensor.num_elements // 32 * GGML_QUANT_SIZES[stored][1]
+            elements, block_bytes = GGML_QUANT_SIZES[stored]
+            num_bytes = tensor.num_elements // elements * block_bytes
             file.tensors[name] = replace(tensor, kind=stored, num_bytes=num_bytes)
     found = choose_kept(plan_tensors(file, config_dict(file, torch.float32)))
-    assert found.dequantised == {"of type Q5_0": 2}
+    assert found.dequantised == {"of type IQ3_S": 2}
     assert found.types["model.layers.0.self_attn.q_proj"] == "Q4_0"
     assert found.types["model.layers.0.self_attn.v_proj"] == "Q8_0"
     assert found.types["model.layers.0.mlp.gate_proj"] == "Q4_0"

@@ -95,9 +95,9 @@ def test_other_implementations_copy_their_columns(
 
 
 def test_parts_may_be_numbers(write_tiny: WriteTiny) -> None:
-    """As in Q4_K_S files: values are Q5_K there, for which there is no format."""
-    kinds = {"attn_q": GGMLQuantizationType.Q4_K, "attn_k": GGMLQuantizationType.Q4_K}
-    path = write_tiny(tiny_model(**_SIZES), GGMLQuantizationType.Q5_0, random_kinds=kinds)
+    """There is no format for IQ3_S."""
+    kinds = {**_KINDS, "attn_v": GGMLQuantizationType.IQ3_S}
+    path = write_tiny(tiny_model(**_SIZES), GGMLQuantizationType.Q8_0, random_kinds=kinds)
     folder = kept(path)
     layer = ModelBench(folder).model.get_submodule("model.layers.0.self_attn.qkv_proj")
     assert isinstance(layer, QKVParallelLinear)

@@ -12,7 +12,7 @@ import sentencepiece
 from gguf_files import metadata_of, tiny_model, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from atom.config import ConfigError
@@ -62,70 +62,81 @@ def with_splits(tokenizer: PreTrainedTokenizerBase, splitting: Any, nfc: bool = 
 
 def llama3_like(digits: str) -> pre_tokenizers.Sequence:
     """As the `tokenizer.json` of Llama 3 and Qwen2 have it, down to the number of digits."""
-    from tokenizers import Regex
-
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         + digits
         + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    return isolated(pattern)
 
 
-def in_turn(*patterns: str) -> pre_tokenizers.Sequence:
-    from tokenizers import Regex
-
-    splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*splits, byte_level])
-
-
-# As the models' `tokenizer.json` have them.
-_MINIMAX = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
-    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# As published for GPT-4o, Mistral Nemo, Kimi-K2 and DeepSeek-V3.
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|"
+    r"'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|"
+    r"'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_DEEPSEEK = (
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?"
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_KIMI = (
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?"
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
     r"\p{N}{1,3}",
-    "[一-龥぀-ゟ゠-ヿ]+",
-    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?"
-    "[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+
+
+def isolated(*patterns: str) -> pre_tokenizers.Sequence:
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, encode])
 
 
 def splitting_of(pre: str) -> Any:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
     return {
         "gpt-2": byte_level,
-        "smollm": pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), byte_level]
-        ),
+        "smollm": pre_tokenizers.Sequence([digits, byte_level]),
+        "refact": pre_tokenizers.Sequence([digits, byte_level]),
+        "command-r": pre_tokenizers.Sequence([digits, byte_level]),
         "llama-bpe": llama3_like("{1,3}"),
-        "qwen2": llama3_like(""),
+        "dbrx": llama3_like("{1,3}"),
         "glm4": llama3_like("{1,3}"),
-        "minimax-m2": in_turn(_MINIMAX),
-        "deepseek-v3": in_turn(*_DEEPSEEK),
+        "qwen2": llama3_like(""),
+        "gpt-4o": isolated(_O200K),
+        "minimax-m2": isolated(_O200K),
+        "tekken": isolated(_TEKKEN),
+        "kimi-k2": isolated(_KIMI),
+        "deepseek-v3": isolated(*_DEEPSEEK3),
     }[pre]
 
 
-@pytest.mark.parametrize(
-    "pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "glm4", "minimax-m2", "deepseek-v3"]
+_PRE_TOKENIZERS = (
+    *("gpt-2", "smollm", "refact", "command-r", "llama-bpe", "dbrx", "glm4", "qwen2"),
+    *("gpt-4o", "minimax-m2", "tekken", "kimi-k2", "deepseek-v3"),
 )
+
+
+@pytest.mark.parametrize("pre", _PRE_TOKENIZERS)
 def test_pre_tokenizers(
     write_tiny: WriteTiny, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast, pre: str
 ) -> None:
     changes = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False}
     ours = load(write_tiny(changes=changes), tmp_path / "tokenizer")
-    original = with_splits(byte_level_tokenizer, splitting_of(pre), nfc=pre == "qwen2")
+    is_normalised = pre in ("qwen2", "command-r")
+    original = with_splits(byte_level_tokenizer, splitting_of(pre), nfc=is_normalised)
 
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(st.one_of(st.sampled_from(TEXTS), st.text(max_size=40), st.from_regex(r"[a-z0-9 '\n]+")))
     def check(text: str) -> None:
         assert ours(text)["input_ids"] == original.encode(text).ids
@@ -144,7 +155,16 @@ def test_llama_cpp_default_splits_digits_by_three(write_tiny: WriteTiny, tmp_pat
     assert [piece for piece, _ in splits] == ["ab", "Ġ", "123", "456", "7", ",", "Ġc"]
 
 
-@pytest.mark.parametrize("pre", ["tekken", None])
+@pytest.mark.parametrize("pre", ["deepseek-llm", "deepseek-coder"])
+def test_deepseeks_first(write_tiny: WriteTiny, tmp_path: Path, pre: str) -> None:
+    tokenizer = load(write_tiny(changes={"tokenizer.ggml.pre": pre}), tmp_path / "t")
+    text = "ab 12 aB, ж中文\nx  "
+    splits = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    pieces = [text[start:end] for _, (start, end) in splits]
+    assert pieces == ["ab", " ", "1", "2", " aB", ",", " ж", "中文", "\n", "x", "  "]
+
+
+@pytest.mark.parametrize("pre", ["superbpe", None])
 def test_unknown_pre_tokenizers_are_named(
     write_tiny: WriteTiny, tmp_path: Path, pre: str | None
 ) -> None:

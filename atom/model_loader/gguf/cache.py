@@ -21,7 +21,7 @@ from atom.model_loader.gguf.split import split_paths
 logger = logging.getLogger(__name__)
 
 # Part of each folder's name; increase it when the conversion changes.
-CONVERTER_VERSION = 4
+CONVERTER_VERSION = 5
 _HASHED_BYTES = 1 << 20
 # Locks on the folders that this process uses; the kernel lets go of them when it ends.
 _in_use: dict[Path, int] = {}

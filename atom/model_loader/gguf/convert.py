@@ -211,7 +211,7 @@ def _written(tensor: ConvertedTensor, kept: KeptBlocks, dtype: torch.dtype) -> I
         yield _Written(spec, partial(read_values, tensor=tensor, dtype=dtype))
         return
     rows, columns = tensor.source.shape
-    for part, stored in stored_tensors(TYPES[kept.types[module]]).items():
+    for part, stored in stored_tensors(kept.types[module]).items():
         shape = rows, columns // stored.axes[1].per
         spec = TensorSpec(f"{module}.{part}", shape, stored.dtype)
         yield _Written(spec, partial(read_blocks, tensor=tensor, part=part))

@@ -1,9 +1,7 @@
 """A GGUF file's vocabulary as Hugging Face tokenizer files.
 
 The metadata only names the pre-tokenizer (`tokenizer.ggml.pre`). A wrong one would encode texts
-into other tokens than those of training, without an error, so unknown names are refused. Sources:
-the `tokenizer.json` of the models behind the names, and llama.cpp's `llama-vocab.cpp` for
-`default`, `glm4`, `minimax-m2` and `deepseek-v3`.
+into other tokens than those of training, without an error, so unknown names are refused.
 """
 
 from __future__ import annotations
@@ -29,64 +27,13 @@ from tokenizers import (
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.gguf.file import GGUFFile
+from atom.model_loader.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from atom.model_loader.plain_tokenizer import MARK, NAMED_TOKENS
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 # Limits the cost of `_merges_of_scores`, which tries every split of a token.
 _LONGEST_TOKEN = 4096
 _SPACE = "\u2581"
-
-_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_O200K_SPLIT = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|"
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DEEPSEEK_V3_SPLITS = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"
-    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-
-
-@dataclass(frozen=True)
-class _PreTokenizer:
-    """Attributes:
-    splits: regular expressions, each applied to the pieces of the one before.
-    nfc: whether to normalise the text to NFC first.
-    ignore_merges: whether a word that is a token itself skips the merges.
-    adds_bos: default if the file does not say.
-    """
-
-    splits: tuple[str, ...]
-    nfc: bool = False
-    ignore_merges: bool = False
-    adds_bos: bool = False
-
-
-_LLAMA3 = _PreTokenizer((_LLAMA3_SPLIT,), ignore_merges=True, adds_bos=True)
-_PRE_TOKENIZERS = {
-    "gpt-2": _PreTokenizer((_GPT2_SPLIT,)),
-    "smollm": _PreTokenizer((r"\p{N}", _GPT2_SPLIT)),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _PreTokenizer((_LLAMA3_SPLIT.replace("{1,3}", ""),), nfc=True),
-    "glm4": _PreTokenizer((_LLAMA3_SPLIT,)),
-    "minimax-m2": _PreTokenizer((_O200K_SPLIT,)),
-    "deepseek-v3": _PreTokenizer(_DEEPSEEK_V3_SPLITS),
-    "default": _PreTokenizer(
-        (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", "[0-9][0-9][0-9]"),
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -165,18 +112,18 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
     _write_chat_templates(file, folder)
 
 
-def _pre_tokenizer(file: GGUFFile) -> _PreTokenizer:
+def _pre_tokenizer(file: GGUFFile) -> PreTokenizer:
     name = file.metadata.get("tokenizer.ggml.pre", str)
-    if name not in _PRE_TOKENIZERS:
+    if name not in PRE_TOKENIZERS:
         given = "names no pre-tokenizer" if name is None else f"has the pre-tokenizer {name!r}"
         raise ConfigError(
-            f"{file.path} {given}; supported in GGUF files are {', '.join(_PRE_TOKENIZERS)}. "
+            f"{file.path} {given}; supported in GGUF files are {', '.join(PRE_TOKENIZERS)}. "
             f"Pass --tokenizer with the folder or hub id of the model's own tokenizer"
         )
-    return _PRE_TOKENIZERS[name]
+    return PRE_TOKENIZERS[name]
 
 
-def _byte_level(file: GGUFFile, vocabulary: _Vocabulary, pre: _PreTokenizer) -> Tokenizer:
+def _byte_level(file: GGUFFile, vocabulary: _Vocabulary, pre: PreTokenizer) -> Tokenizer:
     """Byte-level BPE."""
     merges = []
     for merge in file.metadata.require_list("tokenizer.ggml.merges", str):

@@ -11,6 +11,7 @@ from torch import nn
 from atom.model_ops.moe import FusedMoE
 from atom.model_ops.quant.base import QuantConfig
 from atom.model_ops.quant.formats.gguf import TYPES, GgufConfig
+from atom.model_ops.quant.weights import WeightFormat
 from atom.model_ops.registry import OpChoice
 from atom.model_ops.stacked import PreparedMatrix
 
@@ -20,14 +21,16 @@ def describe_weights(model: nn.Module, quantization: QuantConfig) -> str:
 
     Of several formats and roundings, those of most layers come first.
     """
-    names = {}
+    names: dict[WeightFormat, str] = {}
     if isinstance(quantization, GgufConfig):
-        names = {form: name for name, form in TYPES.items()}
+        for name in dict.fromkeys(quantization.types.values()):
+            form = TYPES[name]
+            names[form] = f"{names[form]} and {name}" if form in names else name
     formats, inputs = Counter[str](), Counter[str]()
     for choice in _choices(model):
-        form = choice.query.weights
-        if form is None:
+        if choice.query.weights is None:
             continue
+        form = choice.query.weights
         stored = replace(form, activations=None)
         formats[names.get(stored) or str(stored).removesuffix(" weight-only")] += 1
         rounded = "as they are" if form.activations is None else f"rounded to {form.activations}"

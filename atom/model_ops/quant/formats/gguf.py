@@ -1,6 +1,7 @@
-"""GGUF files whose blocks are kept: each matrix has the bits of its type.
+"""GGUF files whose blocks are kept: each matrix has the numbers of its type, none rounded.
 
-A converted file's tensors are those of `QuantWeights`: `weight` has codes, `weight_high` the upper
+Types of 2, 3 and 5 bits, and MXFP4, are codes of 6 bits here, IQ4_NL and IQ4_XS are of 8. A
+converted file's tensors are those of `QuantWeights`: `weight` has codes, `weight_high` the upper
 bits of `int6`, `weight_scale`, `weight_offset`, `weight_super_scale` and `weight_super_offset` the
 rest. `quantization_config` has `types`, from GGUF's name of a type to the modules that are stored
 so, and `dequantised`, from a reason to the number of matrices that are plain numbers instead.
@@ -26,12 +27,24 @@ TYPES: Mapping[str, WeightFormat] = {
     "Q4_0": WeightFormat("int4", 1, 32),
     "Q4_1": WeightFormat("int4", 1, 32, has_offsets=True),
     "Q4_K": WeightFormat("int4", 1, 32, "int8", has_offsets=True, super_columns=_SUPER),
+    "Q5_0": WeightFormat("int6", 1, 32),
+    "Q5_1": WeightFormat("int6", 1, 32, has_offsets=True),
+    "Q2_K": WeightFormat("int6", 1, 16, "int8", has_offsets=True, super_columns=_SUPER),
+    "Q3_K": WeightFormat("int6", 1, 16, "int8", super_columns=_SUPER),
+    "Q5_K": WeightFormat("int6", 1, 32, "int8", has_offsets=True, super_columns=_SUPER),
     "Q6_K": WeightFormat("int6", 1, 16, "int8", super_columns=_SUPER),
+    "IQ4_NL": WeightFormat("int8", 1, 32),
+    "IQ4_XS": WeightFormat("int8", 1, 32, "int8", super_columns=_SUPER),
+    "MXFP4": WeightFormat("int6", 1, 32),
 }
+# Powers of two beyond float16.
+_WIDE_SCALES = {"MXFP4"}
 
 
-def stored_tensors(form: WeightFormat) -> dict[str, StoredTensor]:
+def stored_tensors(type_name: str) -> dict[str, StoredTensor]:
     """The tensors of a matrix, by name."""
+    form = TYPES[type_name]
+    plain = torch.bfloat16 if type_name in _WIDE_SCALES else torch.float16
     if form.codes == "int8":
         stored = {"weight": StoredTensor((OUT, IN), torch.int8)}
     else:
@@ -42,7 +55,7 @@ def stored_tensors(form: WeightFormat) -> dict[str, StoredTensor]:
     names = ("scale", "offset") if form.has_offsets else ("scale",)
     for name in names:
         if not form.super_columns:
-            stored[f"weight_{name}"] = StoredTensor(groups, torch.float16, "numbers")
+            stored[f"weight_{name}"] = StoredTensor(groups, plain, "numbers")
             continue
         stored[f"weight_{name}"] = StoredTensor(groups, torch.int8)
         supers = (OUT, Axis("in", form.super_columns))
@@ -55,7 +68,7 @@ class GgufMethod(QuantMethod):
 
     def __init__(self, type_name: str) -> None:
         self.format = TYPES[type_name]
-        self.stored = stored_tensors(self.format)
+        self.stored = stored_tensors(type_name)
 
     def convert(
         self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int
