@@ -57,7 +57,11 @@ ENVIRONMENTS = {
     ),
 }
 # GGUF's number of a file's type.
-_GGUF_TYPES = {"bf16": (GGMLQuantizationType.BF16, 32), "q8_0": (GGMLQuantizationType.Q8_0, 7)}
+_GGUF_TYPES = {
+    "f32": (GGMLQuantizationType.F32, 0),
+    "bf16": (GGMLQuantizationType.BF16, 32),
+    "q8_0": (GGMLQuantizationType.Q8_0, 7),
+}
 _OPENVINO_FORMATS = {
     "fp16": (),
     "int8": (),
@@ -84,7 +88,7 @@ def set_up(home: Path, engines: Sequence[str], packages: Mapping[str, Sequence[s
         converted = converted_folder(read_gguf(embedded_model()), torch.bfloat16, True)
         shutil.copytree(converted, folder)
     if {"llama.cpp", "llama.cpp-avx2"}.intersection(engines):
-        for name in _GGUF_TYPES:
+        for name in ("bf16", "q8_0"):
             if not (path := home / f"smollm2-{name}.gguf").exists():
                 _say(f"the model in {path}")
                 write_gguf(embedded_model(), path, name)
@@ -117,7 +121,7 @@ def _export_openvino(home: Path, name: str) -> None:
 
 
 def write_gguf(source: Path, target: Path, name: str) -> None:
-    """A GGUF file with the same numbers, rounded to another type (`bf16` or `q8_0`)."""
+    """A GGUF file with the same numbers, rounded to another type (`f32`, `bf16` or `q8_0`)."""
     kind, file_type = _GGUF_TYPES[name]
     reader = GGUFReader(source)
     temporary = target.with_suffix(".part")

@@ -53,10 +53,14 @@ def _signed_bytes(blocks: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return blocks[..., start:stop].contiguous().view(torch.int8)
 
 
+def _runs(packed: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., n] -> [..., n / size, size]."""
+    return packed.reshape(*packed.shape[:-1], -1, size)
+
+
 def _nibbles(blocks: torch.Tensor, start: int, run: int) -> torch.Tensor:
     """Of runs of `run` bytes from `start` on: all low four bits, then all high ones."""
-    packed = blocks[..., start:]
-    packed = packed.reshape(*packed.shape[:-1], -1, run)
+    packed = _runs(blocks[..., start:], run)
     return pack_nibbles(torch.cat((packed & 15, packed >> 4), dim=-1)).flatten(-2)
 
 
@@ -101,7 +105,7 @@ def _q5_k_codes(blocks: torch.Tensor) -> torch.Tensor:
     """Q5_K: of 32 bytes all low four bits, then all high ones; bit n of a byte of `high` belongs to
     the n-th 32 weights.
     """
-    low = blocks[..., 48:].unflatten(-1, (4, 32))
+    low = _runs(blocks[..., 48:], 32)
     high = blocks[..., 16:48]
     bits = torch.stack([(high >> shift) & 1 for shift in range(8)], dim=-2)
     return (torch.stack((low & 15, low >> 4), dim=-2).flatten(-3, -2) | (bits << 4)).flatten(-2)
@@ -109,7 +113,7 @@ def _q5_k_codes(blocks: torch.Tensor) -> torch.Tensor:
 
 def _crumbs(packed: torch.Tensor) -> torch.Tensor:
     """Two bits of 128 weights at a time, each 32 of them in the same bits of 32 bytes."""
-    halves = packed.unflatten(-1, (2, 32))
+    halves = _runs(packed, 32)
     return torch.stack([(halves >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-2).flatten(-3)
 
 
@@ -140,7 +144,7 @@ def _q3_scales(blocks: torch.Tensor) -> torch.Tensor:
 
 def _looked_up(blocks: torch.Tensor, start: int, values: torch.Tensor) -> torch.Tensor:
     """Of runs of 16 bytes: numbers of the low four bits, then of the high ones."""
-    packed = blocks[..., start:].unflatten(-1, (-1, 16))
+    packed = _runs(blocks[..., start:], 16)
     return values[torch.cat((packed & 15, packed >> 4), dim=-1).flatten(-2).long()]
 
 

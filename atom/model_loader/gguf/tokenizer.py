@@ -114,7 +114,7 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
 
 def _pre_tokenizer(file: GGUFFile) -> PreTokenizer:
     name = file.metadata.get("tokenizer.ggml.pre", str)
-    if name not in PRE_TOKENIZERS:
+    if name is None or name not in PRE_TOKENIZERS:
         given = "names no pre-tokenizer" if name is None else f"has the pre-tokenizer {name!r}"
         raise ConfigError(
             f"{file.path} {given}; supported in GGUF files are {', '.join(PRE_TOKENIZERS)}. "
