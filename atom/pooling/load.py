@@ -44,6 +44,7 @@ from atom.pooling.source import PoolingSource
 
 logger = logging.getLogger(__name__)
 
+_EMBEDS = "feature-extraction"
 Activation = Literal["sigmoid", "identity"]
 _ACTIVATIONS: dict[object, Activation] = {
     None: "sigmoid",
@@ -182,13 +183,18 @@ def load_model(config: EngineConfig, source: PoolingSource) -> LoadedModel:
 def _load_embedding(parts: _Parts) -> tuple[PoolingModel, Embedding]:
     from transformers import AutoModel
 
+    texts = parts.texts
+    if texts.model_type == "CrossEncoder" or texts.transformer_task not in (None, _EMBEDS):
+        raise ConfigError(
+            f"{parts.source.path}: a {texts.model_type or 'model'} with a Pooling, whose "
+            f"transformer_task is {texts.transformer_task}, is not done here"
+        )
     recipe = read_recipe(parts.source.path)
     body = parts.load(AutoModel)
     denses = load_denses(recipe, parts.source, parts.options, parts.device)
     model = EmbeddingModel(body, recipe, denses)
     dimensions = _dimensions(parts.source, model.dimension, parts.options.is_matryoshka)
-    similarity = parts.texts.similarity
-    return model, Embedding(model.dimension, dimensions, recipe.is_normalized, similarity)
+    return model, Embedding(model.dimension, dimensions, recipe.is_normalized, texts.similarity)
 
 
 def _load_scorer(parts: _Parts) -> tuple[PoolingModel, Scoring]:

@@ -35,7 +35,13 @@ _STATED = {
     "similarity_fn_name": ("cosine", "dot"),
     "model_type": ("SentenceTransformer", "CrossEncoder"),
 }
-_TASKS = ("feature-extraction", "sequence-classification", "text-generation")
+_CHAIN_FIELDS = ("transformer_task", "modality_config", "module_output_name")
+# What the first module does, what it reads of the model's answer, and what it calls that.
+_TASKS = {
+    "feature-extraction": ("last_hidden_state", "token_embeddings"),
+    "sequence-classification": ("logits", "scores"),
+    "text-generation": ("logits", "causal_logits"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class TextOptions:
         default_prompt_name: of the one that is put before a text for which none is named.
         similarity: how two vectors are compared.
         activation: of a score; None where config.json says.
+        transformer_task: what the first module does; None in older files.
+        model_type: sentence-transformers' class; None in older files.
     """
 
     max_seq_length: int | None = None
@@ -72,6 +80,8 @@ class TextOptions:
     default_prompt_name: str | None = None
     similarity: Literal["cosine", "dot"] = "cosine"
     activation: str | None = None
+    transformer_task: str | None = None
+    model_type: str | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +138,8 @@ def read_text_options(folder: Path) -> TextOptions:
         default,
         stated.get("similarity_fn_name") or "cosine",
         stated.get("activation_fn"),
+        settings.get("transformer_task"),
+        stated.get("model_type"),
     )
 
 
@@ -135,15 +147,20 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     length = settings.get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):
         raise ConfigError(f"{path}: max_seq_length should be a positive integer, got {length!r}")
-    task = settings.get("transformer_task")
-    if task is not None and task not in _TASKS:
-        raise ConfigError(f"{path}: transformer_task is {task!r}, which is not done here")
-    known = ("max_seq_length", "do_lower_case", "transformer_task")
-    described = ("modality_config", "module_output_name", "message_format")
-    if other := [name for name, value in settings.items() if value and name not in known]:
-        unknown = [name for name in other if name not in described]
-        if unknown:
-            raise ConfigError(f"{path}: {', '.join(unknown)} is not known here")
+    known = ("max_seq_length", "do_lower_case", "unpad_inputs", *_CHAIN_FIELDS)
+    if unknown := [name for name, value in settings.items() if value and name not in known]:
+        raise ConfigError(f"{path}: {', '.join(unknown)} is not known here")
+    if not any(settings.get(name) for name in _CHAIN_FIELDS):
+        return
+    task, modalities, output = (settings.get(name) for name in _CHAIN_FIELDS)
+    text = modalities.get("text") if isinstance(modalities, dict) else None
+    read, called = _TASKS.get(str(task), (None, None))
+    expected = {"method": "forward", "method_output_name": read}
+    if read is None or text != expected or output != called:
+        raise ConfigError(
+            f"{path}: transformer_task={task!r} with {text!r} of texts as {output!r} is not done "
+            f"here"
+        )
 
 
 def read_recipe(folder: Path) -> EmbeddingRecipe:

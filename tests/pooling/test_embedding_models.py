@@ -90,7 +90,16 @@ def test_poolings_side_by_side_and_the_files_of_version_5(bert: Path) -> None:
     settings = {"embedding_dimension": 48, "pooling_mode": ["mean", "cls"], "include_prompt": True}
     prefix = "sentence_transformers.sentence_transformer.modules.pooling."
     checkpoints.write_modules(bert, settings, others=(), prefix=prefix)
+    first = {
+        "transformer_task": "feature-extraction",
+        "modality_config": {
+            "text": {"method": "forward", "method_output_name": "last_hidden_state"}
+        },
+        "module_output_name": "token_embeddings",
+    }
+    checkpoints.write_json(bert / "sentence_bert_config.json", first)
     engine = create(bert)
+    (bert / "sentence_bert_config.json").unlink()
     reference = torch.cat([expected(bert, p) for p in ("cls_token", "mean_tokens")], 1)
     assert np.abs(embedded(engine) - reference.numpy()).max() < 1e-5
     assert engine.loaded.embedding is not None

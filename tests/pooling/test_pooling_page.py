@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "embeddings.md"
 _KNOWN = {
     "bert": "all-MiniLM, BGE, E5, GTE, Snowflake Arctic",
     "roberta": "all-distilroberta and other RoBERTa",
-    "xlm-roberta": "BGE-M3 (dense), multilingual E5",
+    "xlm-roberta": "multilingual E5",
     "mpnet": "all-mpnet-base",
     "modernbert": "GTE-ModernBERT, ModernBERT-embed",
     "qwen3": "Qwen3-Embedding",

@@ -119,6 +119,18 @@ def test_recipes_that_are_refused(case: str, tmp_path: Path) -> None:
     [
         ("sentence_bert_config", {"strip_accents": True}, "strip_accents is not known here"),
         ("sentence_bert_config", {"max_seq_length": 0}, "should be a positive integer, got 0"),
+        (
+            "sentence_bert_config",
+            {
+                "transformer_task": "feature-extraction",
+                "modality_config": {
+                    "text": {"method": "forward", "method_output_name": "pooler_output"}
+                },
+                "module_output_name": "sentence_embedding",
+            },
+            "'pooler_output'} of texts as 'sentence_embedding' is not done",
+        ),
+        ("config_sentence_transformers", {"model_type": "CrossEncoder"}, "CrossEncoder with a Poo"),
         ("config_sentence_transformers", {"truncate_dim": 8}, "truncate_dim is not done here"),
         (
             "config_sentence_transformers",
