@@ -23,7 +23,14 @@ from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.metadata import AttentionMetadata, ModelInput, ModelOutput
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
-from atom.models.transformers.layers import Embedding, Head, materialise, replace_linears, split
+from atom.models.transformers.layers import (
+    Embedding,
+    Head,
+    materialise,
+    replace_linears,
+    replace_norms,
+    split,
+)
 from atom.models.transformers.probe import (
     PAGED,
     LayerCall,
@@ -77,6 +84,7 @@ class TransformersForCausalLM(CausalLM):
         self._head_name = name
         self._head = self._take_head(head, config, context)
         replace_linears(self.base, plan, self._names, context)
+        replace_norms(self.base, self._names, context)
         materialise(self.base, self._names, context)
         materialise(self.hf, self._names, context)
         self._names.stack_experts(self.base)
