@@ -8,15 +8,18 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from atom.config import ConfigError
+from atom.model_ops.activation import SiluAndMul
 from atom.model_ops.embedding import OutputHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.linear import (
     ColumnParallelLinear,
     LinearBase,
+    MergedColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
@@ -120,6 +123,41 @@ class Linear(nn.Module):
         return out.view(*shape[:-1], out.shape[-1])
 
 
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, with gate and up as one product."""
+
+    def __init__(
+        self,
+        like: nn.Module,
+        plan: Mapping[str, str],
+        context: LayerContext,
+        name: str,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        gate, down = like.get_submodule("gate_proj"), like.get_submodule("down_proj")
+        assert isinstance(gate, nn.Linear)
+        assert isinstance(down, nn.Linear)
+        rows = gate.out_features * context.group.size
+        has_bias = gate.bias is not None
+        self.gate_up_proj = MergedColumnParallelLinear(
+            gate.in_features,
+            {"gate_proj": rows, "up_proj": rows},
+            has_bias,
+            context,
+            f"{prefix}.gate_up_proj",
+        )
+        style = plan.get(f"{name}.down_proj")
+        self.down_proj = Linear(down, style, context, f"{prefix}.down_proj")
+        self.act = SiluAndMul(gate.out_features, context)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        both = self.gate_up_proj.forward(x.reshape(-1, x.shape[-1]))
+        out = self.down_proj.forward(self.act.forward(both))
+        return out.view(x.shape)
+
+
 def split(base: PreTrainedModel, context: LayerContext) -> dict[str, str]:
     """How ranks share each linear layer, by transformers' plan; sizes are this rank's afterwards.
 
@@ -160,6 +198,54 @@ def replace_linears(
             base.set_submodule(name, ours)
 
 
+def replace_mlps(
+    base: PreTrainedModel, plan: Mapping[str, str], names: Names, context: LayerContext
+) -> None:
+    """Put MLPs of ours in the place of those that compute the same, by a try."""
+    for name, module in list(base.named_modules()):
+        linears = [f"{name}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        if any(names.stays_float32(linear, context.dtype) for linear in linears):
+            continue
+        styles = [plan.get(linear) for linear in linears]
+        if context.group.size > 1 and styles != ["colwise", "colwise", "rowwise"]:
+            continue
+        if _is_gated_mlp(module):
+            ours = GatedMLP(module, plan, context, name, names.of_base(name))
+            base.set_submodule(name, ours)
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    """Whether a module is three linear layers with silu, and computes what `GatedMLP` does."""
+    linears = {part: module._modules.get(part) for part in ("gate_proj", "up_proj", "down_proj")}
+    others = module._modules.keys() - linears.keys() - {"act_fn"}
+    if others or module._parameters or any(type(x) is not nn.Linear for x in linears.values()):
+        return False
+    has_bias = {part: getattr(linear, "bias", None) is not None for part, linear in linears.items()}
+    if has_bias["gate_proj"] != has_bias["up_proj"]:
+        return False
+    tried = copy.copy(module)
+    tried._modules = dict(module._modules)
+    gate, up, down = (_small(has_bias[part], part == "down_proj") for part in linears)
+    tried._modules.update(gate_proj=gate, up_proj=up, down_proj=down)
+    up.weight.neg_()
+    x = torch.linspace(-3, 2, 24).view(3, 8)
+    with torch.inference_mode():
+        expected = down(F.silu(gate(x)) * up(x))
+        try:
+            found: torch.Tensor = tried(x)
+            return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+        except (TypeError, RuntimeError, AttributeError):
+            return False
+
+
+def _small(has_bias: bool, is_down: bool) -> nn.Linear:
+    linear = nn.Linear(*((6, 8) if is_down else (8, 6)), bias=has_bias, device="meta")
+    for name, parameter in list(linear.named_parameters()):
+        numbers = torch.arange(parameter.numel()).sin().view(parameter.shape)
+        linear.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
+    return linear
+
+
 def replace_norms(base: PreTrainedModel, names: Names, context: LayerContext) -> None:
     """Put norms of ours in the place of those that compute the same, by a try."""
     for name, module in list(base.named_modules()):
@@ -180,10 +266,10 @@ def _rms_epsilon(module: nn.Module) -> float | None:
         return None
     size = weight.shape[0]
     tried = copy.deepcopy(module)
-    tried.register_parameter("weight", nn.Parameter(torch.linspace(0.5, 1.5, size)))
+    tried.register_parameter("weight", nn.Parameter(torch.linspace(0.5, 1.5, size), False))
     x = torch.linspace(-3, 2, 2 * size).view(2, size)
-    weight = torch.linspace(0.5, 1.5, size)
-    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    numbers = torch.linspace(0.5, 1.5, size)
+    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * numbers
     with torch.inference_mode():
         is_same = torch.allclose(tried(x), expected, rtol=1e-5, atol=1e-5)
     return eps if is_same else None

@@ -28,6 +28,7 @@ from atom.models.transformers.layers import (
     Head,
     materialise,
     replace_linears,
+    replace_mlps,
     replace_norms,
     split,
 )
@@ -83,6 +84,7 @@ class TransformersForCausalLM(CausalLM):
         self.tied = bool(config.tie_word_embeddings)
         self._head_name = name
         self._head = self._take_head(head, config, context)
+        replace_mlps(self.base, plan, self._names, context)
         replace_linears(self.base, plan, self._names, context)
         replace_norms(self.base, self._names, context)
         materialise(self.base, self._names, context)

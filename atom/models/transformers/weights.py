@@ -28,6 +28,8 @@ from atom.models.transformers.probe import is_experts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# A layer of ours, and those of a checkpoint that it stacks.
+_FUSED, _PARTS = "gate_up_proj", ("gate_proj", "up_proj")
 _NUMBER = re.compile(r"\.(\d+)\.")
 
 
@@ -107,18 +109,22 @@ class Names:
         ignored.append(r".*rotary_emb\.inv_freq")
         if tied_head is not None:
             ignored.append(rf"{re.escape(tied_head)}\.weight")
-        # Modules of ours hold the layer that has the weights, and a head its bias.
-        inner = {name for name, _ in model.named_modules() if name.endswith(".inner")}
-        direct = set(dict(model.named_parameters()))
+        known = set(dict(model.named_parameters())) | set(dict(model.named_buffers()))
 
         def place(name: str) -> tuple[str, str | None]:
             found, shard = self._place(name)
             module, _, parameter = found.rpartition(".")
-            if f"{module}.inner" in inner and found not in direct:
-                found = f"{module}.inner.{parameter}"
+            parent, _, part = module.rpartition(".")
+            inner, fused = f"{module}.inner.{parameter}", f"{parent}.{_FUSED}"
+            if found not in known and inner in known:
+                return inner, shard
+            if part in _PARTS and f"{fused}.{parameter}" in known:
+                return f"{fused}.{parameter}", part
+            if part in _PARTS and f"{fused}.{part}.{parameter}" in known:
+                return f"{fused}.{part}.{parameter}", None
             return found, shard
 
-        return WeightMapping(ignored=tuple(ignored), place=place)
+        return WeightMapping(ignored=tuple(ignored), packed={_FUSED: _PARTS}, place=place)
 
     def _unless_known(self, pattern: str) -> str:
         """A pattern of whole names that the model does not have."""
