@@ -46,7 +46,7 @@ class Model:
         of.n_ctx = of.n_batch = num_tokens
         if wide_cache:
             of.type_k = of.type_v = ll.GGML_TYPE_F32
-        of.n_threads = of.n_threads_batch = os.cpu_count()
+        of.n_threads = of.n_threads_batch = len(os.sched_getaffinity(0))
         self._context = ll.llama_init_from_model(self._model, of)
         self._batch = ll.llama_batch_init(num_tokens, 0, 1)
 
