@@ -1,6 +1,6 @@
 """The host-side data of one step, between scheduler and model runner.
 
-Plain Python; tensors are in `atom.model_ops.metadata`.
+Plain Python; tensors are in `atom.model_ops.attention.metadata`.
 """
 
 from __future__ import annotations

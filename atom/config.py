@@ -1,8 +1,8 @@
 """The engine's configuration: frozen, validated at construction, plain data.
 
 Each option is one field: command line flags, the keyword arguments of `LLM`, JSON and help follow
-from it (`atom.options`). Nothing here is found out at run time; what is (the number of KV blocks,
-say) lives in objects of its own.
+from it (`atom.options.fields`). Nothing here is found out at run time; what is (the number of KV
+blocks, say) lives in objects of its own.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from atom.options import ConfigError as ConfigError
-from atom.options import Options, check_at_least, option
-from atom.parallel_options import ParallelOptions as ParallelOptions
-from atom.quantizations import QUANTIZATIONS, STORED_QUANTIZATIONS
-from atom.speculative_options import AUX_LAYER_CONVENTIONS as AUX_LAYER_CONVENTIONS
-from atom.speculative_options import SpeculativeOptions as SpeculativeOptions
-from atom.speculative_options import without_foreign_keys
+from atom.options.fields import ConfigError as ConfigError
+from atom.options.fields import Options, check_at_least, option
+from atom.options.parallel import ParallelOptions as ParallelOptions
+from atom.options.quantizations import QUANTIZATIONS, STORED_QUANTIZATIONS
+from atom.options.speculative import AUX_LAYER_CONVENTIONS as AUX_LAYER_CONVENTIONS
+from atom.options.speculative import SpeculativeOptions as SpeculativeOptions
+from atom.options.speculative import without_foreign_keys
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_SPELLINGS = {

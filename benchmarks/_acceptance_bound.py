@@ -21,11 +21,11 @@ from _arms import Conversation, OfflineArm, Sampling
 
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import EngineOptions
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch.draft_choice import filtered
-from atom.model_ops.metadata import SamplingMetadata
 from atom.sampling import edits, sampler
-from atom.spec_decode.base import Guide
-from atom.spec_decode.choice import Chosen, DraftSampler
+from atom.spec_decode.proposers.base import Guide
+from atom.spec_decode.proposers.choice import Chosen, DraftSampler
 
 
 @dataclass

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from atom.kv_cache.builders import attention_layers
+from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.embedding import VocabParallelEmbedding
-from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.moe import FusedMoE
 from atom.model_ops.quant.weights import WeightFormat
 from atom.model_ops.stacked import PreparedMatrix

@@ -13,10 +13,10 @@ from _decode_engine import DecodeEngine
 from torch import nn
 
 from atom.kv_cache.builders import attention_layers
+from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.kernels.native.program import Arena, record
 from atom.model_ops.kernels.native.recorder import NotRecordableError
 from atom.model_ops.linear import LinearBase
-from atom.model_ops.metadata import KVCacheTensor
 
 _REPEATS = 7
 # Read before every run, so that no cache holds the weights: more than any processor's.

@@ -20,16 +20,16 @@ from atom.kv_cache.builders import attention_layers
 from atom.messages import EngineRequest, EngineStats
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
-from atom.model_engine.input_builder import InputBuilder
+from atom.model_engine.step.input_builder import InputBuilder
 from atom.model_engine.worker import Worker
 from atom.model_loader.source import ModelSource
+from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.moe import FusedMoE
 from atom.models.base import CausalLM
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.base import Proposer
 from atom.spec_decode.factory import create_proposer
+from atom.spec_decode.proposers.base import Proposer
 
 # Requests of `serve_others`.
 _OTHERS = 8

@@ -13,11 +13,11 @@ from _device import num_calls
 from _kernel_sizes import HeadSizes, LatentSizes
 from _operations import mla_decode_operations, mla_prefill_operations, paged_attention_operations
 
-from atom.model_ops.attention_mha import Attention
-from atom.model_ops.attention_mla import MLAAttention
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
+from atom.model_ops.attention.mha import Attention
+from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable, preference
 from atom.platform import Platform
 

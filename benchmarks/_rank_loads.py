@@ -19,9 +19,9 @@ from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import build_model
+from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import AttentionMetadata, ModelInput
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model

@@ -11,7 +11,7 @@ from _device import num_calls
 from _kernel_loads import Calls, Case, FoundOps
 from _kernel_sizes import ChoiceSizes
 
-from atom.model_ops.metadata import SamplingMetadata
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.platform import Platform
 
 

@@ -40,7 +40,7 @@ from atom.model_engine.arg_utils import (
     with_shipped_draft,
     without_speculation,
 )
-from atom.options import options_of
+from atom.options.fields import options_of
 from atom.stats import SpecDecodeStats, total
 
 OFF = "off"

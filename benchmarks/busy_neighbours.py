@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from atom.bench.report import environment, markdown_table, write_json
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.model_engine.arg_utils import add_engine_flags, engine_options
 
 NEIGHBOURS = ("nobody", "before", "spins", "bursts-2", "bursts-10", "bursts-200")

@@ -49,7 +49,7 @@ _SECONDS_OF_AN_ENGINE = 25.0
 _MARGIN = 1.2
 _CONTEXT_OF_A_SERVER = 16384
 # The loggers that say how many graphs were captured.
-_CAPTURING = ("atom.graphs.runner", "atom.model_engine.step_graphs")
+_CAPTURING = ("atom.graphs.runner", "atom.model_engine.step.step_graphs")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

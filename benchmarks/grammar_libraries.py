@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerBase
 from atom.bench.report import environment, environment_markdown, markdown_table, write_json
 from atom.config import ModelOptions
 from atom.model_loader.source import resolve_model
-from atom.model_loader.tokenizer import load_tokenizer
+from atom.model_loader.tokenizers.tokenizer import load_tokenizer
 from atom.structured_output.base import TokenMask
 from atom.structured_output.vocabulary import Vocabulary, read_vocabulary
 

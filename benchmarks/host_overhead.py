@@ -22,18 +22,18 @@ from atom.batch import LaunchedStep, Lookahead, ScheduledBatch
 from atom.bench.report import environment, write_json
 from atom.messages import EngineLimits, EngineRequest
 from atom.model_engine.arg_utils import engine_config
-from atom.model_engine.carried_rows import CarriedRows
 from atom.model_engine.engine_core import EngineCore
-from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.model_runner import ModelRunner
-from atom.model_engine.step_runner import StepRunner, runs_op_by_op
-from atom.model_ops.metadata import ModelInput, ModelOutput, SamplingMetadata
+from atom.model_engine.step.carried_rows import CarriedRows
+from atom.model_engine.step.input_builder import InputBuilder
+from atom.model_engine.step.step_runner import StepRunner, runs_op_by_op
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput, SamplingMetadata
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.base import NullProposer, Proposal, VerifiedStep
 from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.proposers.base import NullProposer, Proposal, VerifiedStep
 from atom.spec_decode.suffix_lookup import SuffixLookup
 from atom.structured_output.cache import GrammarCache
 

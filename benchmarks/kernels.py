@@ -45,7 +45,7 @@ from _product_loads import FORMATS
 from atom.bench.report import environment, environment_markdown, write_json
 from atom.config import CacheOptions
 from atom.model_ops.registry import OpUnavailableError
-from atom.options import with_gpu_defaults
+from atom.options.fields import with_gpu_defaults
 from atom.platform import Platform
 
 # Plain torch copies what it attends over, and would take all the time.

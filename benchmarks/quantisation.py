@@ -42,7 +42,7 @@ from atom.model_engine.arg_utils import (
     speculation_of,
     without_speculation,
 )
-from atom.quantizations import ONLINE_QUANTIZATIONS
+from atom.options.quantizations import ONLINE_QUANTIZATIONS
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeStats, total
 

@@ -29,7 +29,7 @@ from atom.batch import NewSequence
 from atom.bench.report import environment, markdown_table, write_json, write_text
 from atom.config import ModelOptions
 from atom.model_loader.source import resolve_model
-from atom.model_loader.tokenizer import load_tokenizer
+from atom.model_loader.tokenizers.tokenizer import load_tokenizer
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 

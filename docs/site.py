@@ -9,10 +9,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from atom.command_line.foreign_flags import FOREIGN_FLAGS, Fate
 from atom.config import EngineConfig
-from atom.foreign_flags import FOREIGN_FLAGS, Fate
 from atom.model_engine.arg_utils import SUBJECTS
-from atom.options import Option, options_of
+from atom.options.fields import Option, options_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = (

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM, SamplingParams, StructuredOutput
 from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
 from atom.graphs.capture import ReexecuteBackend
-from atom.model_engine import planned_graphs
+from atom.model_engine.step import planned_graphs
 
 NUM_DRAFTS = 3
 METHODS = {

@@ -10,13 +10,13 @@ from typing import NoReturn
 
 import pytest
 
-from atom.command_line import CommandLine
+from atom.command_line.foreign_command_line import as_ours
+from atom.command_line.foreign_flags import BY_NAME, FOREIGN_FLAGS, Fate, Takes
+from atom.command_line.parser import CommandLine
 from atom.config import EngineConfig
 from atom.entrypoints.openai_server import create_parser, read_options
 from atom.entrypoints.terminal import chat, run
 from atom.entrypoints.terminal.settings import given_settings
-from atom.foreign_command_line import as_ours
-from atom.foreign_flags import BY_NAME, FOREIGN_FLAGS, Fate, Takes
 from atom.model_engine.arg_utils import engine_config
 
 CAPFD = pytest.CaptureFixture[str]

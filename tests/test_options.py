@@ -17,7 +17,7 @@ from atom.config import (
     parse_bytes,
 )
 from atom.model_engine.arg_utils import add_engine_flags, engine_config, engine_options
-from atom.options import Options, add_flags, build, given_flags, option, options_of
+from atom.options.fields import Options, add_flags, build, given_flags, option, options_of
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from atom.command_line.foreign_flags import BY_NAME
 from atom.config import EngineConfig
-from atom.foreign_flags import BY_NAME
-from atom.options import options_of
+from atom.options.fields import options_of
 
 ROOT = Path(__file__).parents[1]
 

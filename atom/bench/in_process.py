@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atom.bench.report import read_conversations
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import (
     EngineOptions,

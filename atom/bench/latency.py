@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from atom.bench.in_process import Bench, add_engine, add_prompts, start
 from atom.bench.report import environment, markdown_table, summarise, write_json
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.stats import total
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from atom.bench.report import (
     summarise,
     write_json,
 )
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 
 # Requests at the end of an open-loop run may still wait for this long.
 DEFAULT_TIMEOUT = 600.0

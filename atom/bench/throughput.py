@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from atom.bench.in_process import add_engine, add_prompts, start
 from atom.bench.report import environment, markdown_table, write_json
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

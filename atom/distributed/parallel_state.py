@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from atom.distributed.collectives import Collectives
-from atom.options import ConfigError
+from atom.options.fields import ConfigError
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from atom.options import ConfigError
-from atom.parallel_options import DEFAULT_MASTER_PORT
+from atom.options.fields import ConfigError
+from atom.options.parallel import DEFAULT_MASTER_PORT
 
 LOOPBACK = "127.0.0.1"
 # Slurm's names for what other launchers call otherwise.

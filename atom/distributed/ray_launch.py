@@ -14,8 +14,8 @@ from typing import Any
 from atom.distributed.launch import LocalRanks, RankStartError
 from atom.distributed.rank_environment import LOOPBACK, RankEnvironment
 from atom.environment import device_variables, set_variables
-from atom.options import ConfigError
-from atom.parallel_options import ParallelOptions
+from atom.options.fields import ConfigError
+from atom.options.parallel import ParallelOptions
 
 _PLACEMENT_SECONDS = 120.0
 _ACTOR_SECONDS = 120.0

@@ -19,7 +19,7 @@ import msgspec
 
 from atom.distributed.parallel_state import name_ranks
 from atom.distributed.store import Store, await_key
-from atom.options import ConfigError
+from atom.options.fields import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch.distributed import DistError
 
 from atom.distributed.launch import RankStartError
 from atom.distributed.rank_environment import RankEnvironment, is_loopback
-from atom.options import ConfigError
+from atom.options.fields import ConfigError
 
 # Of one exchange with the store, which answers at once or is gone.
 _ANSWER = timedelta(seconds=60)

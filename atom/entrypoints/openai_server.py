@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.config import ConfigError, EngineConfig
 from atom.entrypoints.process_exit import end_process
 from atom.entrypoints.server_options import OptionError, ServerOptions
@@ -94,7 +94,7 @@ def read_options(namespace: argparse.Namespace) -> tuple[EngineConfig, ServerOpt
 def show_ops(config: EngineConfig) -> int:
     """Print the table of ops; returns the exit code."""
     # After the options were found right: these imports bring torch.
-    from atom.model_engine.show_ops import describe_ops
+    from atom.model_engine.start_up.show_ops import describe_ops
 
     try:
         print(describe_ops(config))

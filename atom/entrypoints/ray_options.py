@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.config import ConfigError, EngineConfig
 from atom.entrypoints.openai_server import create_parser, read_options
 from atom.entrypoints.server_options import ServerOptions
-from atom.options import Options, add_flags, build, given_flags, option
+from atom.options.fields import Options, add_flags, build, given_flags, option
 
 # Ray Serve's proxies listen, and it runs for ever.
 _NOT_HERE = ("host", "port", "uds", "show_ops", "config")

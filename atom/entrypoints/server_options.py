@@ -11,7 +11,7 @@ from pathlib import Path
 from atom.entrypoints.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.parsing.tool_parsers import TOOL_PARSERS
 from atom.environment import api_key_from_environment
-from atom.options import add_flags, build, given_flags, option
+from atom.options.fields import add_flags, build, given_flags, option
 
 UNKNOWN_FIELDS = ("warn", "refuse")
 _HOST, _PORT = "127.0.0.1", 8000

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import (
     EngineOptions,
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
         )
         given = choose_draft(engine_options(args), args.no_speculation)
         if args.show_ops:
-            from atom.model_engine.show_ops import describe_ops
+            from atom.model_engine.start_up.show_ops import describe_ops
 
             print(describe_ops(engine_config(**given)))
             return 0

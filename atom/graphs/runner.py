@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from atom.graphs.capture import MOST_ROWS, Bucket, GraphPlan, copy_all
-from atom.model_ops.metadata import ModelInput, ModelOutput
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from atom.config import CacheOptions
+from atom.model_ops.attention.metadata import CacheTensor
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import CacheTensor
 
 
 class KVCacheBuilder(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from atom.kv_cache.base import KVCacheBuilder
-from atom.model_ops.cached_attention import CachedAttention
+from atom.model_ops.attention.cached_attention import CachedAttention
 
 
 def attention_layers(model: nn.Module) -> dict[int, CachedAttention]:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from atom.kv_cache.base import num_spare_blocks
-from atom.model_ops.cached_attention import CachedAttention, StoredPart
-from atom.model_ops.kv_scale import FP8_TYPES
-from atom.model_ops.metadata import CacheTensor
+from atom.model_ops.attention.cached_attention import CachedAttention, StoredPart
+from atom.model_ops.attention.kv_scale import FP8_TYPES
+from atom.model_ops.attention.metadata import CacheTensor
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import argparse
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.config import ConfigError, EngineConfig
 from atom.model_loader.drafts.shipped import SHIPPED_OPTIONS, shipped_draft_for
-from atom.options import (
+from atom.options.fields import (
     add_flags_by_subject,
     build,
     given_flags,

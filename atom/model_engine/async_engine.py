@@ -29,9 +29,9 @@ from atom.model_engine.replicas.replica_set import Relaunch, ReplicaSet, Started
 from atom.model_engine.replicas.router import Router
 from atom.model_engine.replicas.total_stats import common_limits, total_stats
 from atom.model_loader.generation_config import describe_defaults
-from atom.model_loader.plain_tokenizer import PlainTokenizer
 from atom.model_loader.source import resolve_model
-from atom.model_loader.tokenizer import load_text_tokenizer
+from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer
+from atom.model_loader.tokenizers.tokenizer import load_text_tokenizer
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary

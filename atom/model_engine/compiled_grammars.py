@@ -7,12 +7,12 @@ from functools import partial
 
 from atom.config import ModelOptions
 from atom.model_loader.source import ModelSource
-from atom.model_loader.tokenizer import load_tokenizer
+from atom.model_loader.tokenizers.tokenizer import load_tokenizer
 from atom.structured_output.base import GrammarBackend
 from atom.structured_output.cache import GrammarCache
 from atom.structured_output.spelling import Spelling
-from atom.structured_output.trial_client import TrialProcess
-from atom.structured_output.tried_compiler import TriedCompiler
+from atom.structured_output.trials.client import TrialProcess
+from atom.structured_output.trials.compiler import TriedCompiler
 from atom.structured_output.vocabulary import read_vocabulary
 from atom.structured_output.xgrammar_backend import XGrammarBackend
 from atom.structured_output.xgrammar_import import INSTALL_HINT, missing_packages

@@ -17,7 +17,7 @@ from atom.distributed.stages import Stages
 from atom.messages import EngineDeadError, EngineLimits
 from atom.model_engine.processes.causes import is_users
 from atom.model_engine.processes.lockstep import Lockstep
-from atom.model_engine.start_log import said_what_is_awaited
+from atom.model_engine.start_up.start_log import said_what_is_awaited
 from atom.model_engine.worker import Worker
 from atom.model_loader.source import ModelSource
 from atom.model_ops.kernels.aiter_modules import list_builds

@@ -20,7 +20,7 @@ from atom.messages import (
 from atom.structured_output.base import Grammar, GrammarError
 from atom.structured_output.cache import GrammarCache
 from atom.structured_output.params import StructuredOutput
-from atom.structured_output.trial_messages import TOO_LONG
+from atom.structured_output.trials.messages import TOO_LONG
 
 logger = logging.getLogger(__name__)
 

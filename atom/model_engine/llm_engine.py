@@ -13,7 +13,7 @@ from atom.messages import RequestFailedError, RequestRefusedError, check_request
 from atom.model_engine.engine_core import EngineCore
 from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
-from atom.model_loader.tokenizer import load_text_tokenizer, load_tokenizer
+from atom.model_loader.tokenizers.tokenizer import load_text_tokenizer, load_tokenizer
 from atom.outputs import RequestOutput
 from atom.platform import release_cached_memory
 from atom.quoting import quote

@@ -19,15 +19,15 @@ from atom.batch import (
     StepParts,
 )
 from atom.graphs.staging import Arriving
-from atom.model_engine.carried_rows import CarriedRows
-from atom.model_engine.input_builder import InputBuilder, StepInput
-from atom.model_engine.step_runner import StepRunner
+from atom.model_engine.step.carried_rows import CarriedRows
+from atom.model_engine.step.input_builder import InputBuilder, StepInput
+from atom.model_engine.step.step_runner import StepRunner
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.sampling_params import Needs
-from atom.spec_decode.base import Proposal
 from atom.spec_decode.draft_length import DraftNumbers
 from atom.spec_decode.drafter import Drafter, Found, Launched
 from atom.spec_decode.made_drafts import NO_DRAFTS
+from atom.spec_decode.proposers.base import Proposal
 
 _NOTHING = ScheduledBatch([], [], [])
 

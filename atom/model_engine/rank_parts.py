@@ -14,17 +14,17 @@ from atom.graphs.recorded import StepRecorder, create_recorder
 from atom.graphs.runner import GraphRunner
 from atom.model_engine.compiled_grammars import create_grammars
 from atom.model_engine.expert_ranks import check_experts
-from atom.model_engine.planned_graphs import create_graph_runner
 from atom.model_engine.rank import Rank
-from atom.model_engine.same_ops import check_same_ops
+from atom.model_engine.start_up.same_ops import check_same_ops
+from atom.model_engine.step.planned_graphs import create_graph_runner
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
-from atom.spec_decode.base import Proposer
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter
+from atom.spec_decode.proposers.base import Proposer
 from atom.structured_output.cache import GrammarCache
 
 # (config, target model, its source, layer context) -> proposer

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 
 from atom.batch import RankStep
-from atom.model_engine.carried_rows import CarriedRows
-from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.model_runner import ModelRunner
-from atom.model_engine.planned_graphs import draft_numbers
 from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts
-from atom.model_engine.recorded_steps import RecordedSteps
-from atom.model_engine.step_graphs import StepGraphs
-from atom.model_engine.step_runner import StepRunner, runs_op_by_op
+from atom.model_engine.step.carried_rows import CarriedRows
+from atom.model_engine.step.input_builder import InputBuilder
+from atom.model_engine.step.planned_graphs import draft_numbers
+from atom.model_engine.step.recorded_steps import RecordedSteps
+from atom.model_engine.step.step_graphs import StepGraphs
+from atom.model_engine.step.step_runner import StepRunner, runs_op_by_op
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler

@@ -32,13 +32,13 @@ from atom.messages import (
     check_request,
 )
 from atom.model_engine.block_pool import BlockPool
-from atom.model_engine.in_flight import InFlight
-from atom.model_engine.kv_cache_manager import KVCacheManager
-from atom.model_engine.planned_batch import PlannedBatch
-from atom.model_engine.prefix_cache import PrefixCache
-from atom.model_engine.scheduler_counts import SchedulerCounts
+from atom.model_engine.scheduling.in_flight import InFlight
+from atom.model_engine.scheduling.kv_cache_manager import KVCacheManager
+from atom.model_engine.scheduling.planned_batch import PlannedBatch
+from atom.model_engine.scheduling.prefix_cache import PrefixCache
+from atom.model_engine.scheduling.scheduler_counts import SchedulerCounts
+from atom.model_engine.scheduling.suspects import Suspects
 from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus
-from atom.model_engine.suspects import Suspects
 
 
 class Scheduler:

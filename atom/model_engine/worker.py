@@ -11,14 +11,14 @@ from atom.config import EngineConfig
 from atom.distributed.parallel_state import ALONE, ParallelGroups
 from atom.distributed.stages import Stages
 from atom.messages import EngineLimits
-from atom.model_engine.cpu_threads import take_threads
 from atom.model_engine.expert_ranks import has_spread_experts
-from atom.model_engine.kv_memory import allocate_kv_cache, fit_context
 from atom.model_engine.rank import Rank, dtype_name, take_device
 from atom.model_engine.rank_parts import ProposerFactory, build_parts
 from atom.model_engine.runner_parts import create_runner
-from atom.model_engine.start_log import log_start
-from atom.model_engine.warm_up import warm_up
+from atom.model_engine.start_up.cpu_threads import take_threads
+from atom.model_engine.start_up.kv_memory import allocate_kv_cache, fit_context
+from atom.model_engine.start_up.start_log import log_start
+from atom.model_engine.start_up.warm_up import warm_up
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_ops.quant.summary import describe_weights
 from atom.model_ops.registry import OpTable

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.safetensors_reader import CheckpointTensor, read_header
-from atom.models.config_file import check_regular, is_there, read_json
+from atom.models.config.file import check_regular, is_there, read_json
 
 _INDEX = "model.safetensors.index.json"
 # Headers that are kept.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from atom.config import ConfigError, ModelOptions
-from atom.models.config_file import is_there, read_json_object
+from atom.models.config.file import is_there, read_json_object
 from atom.sampling_params import SamplingParams
 
 GENERATION_CONFIG = "generation_config.json"

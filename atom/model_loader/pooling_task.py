@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from atom.config import ConfigError, ModelOptions
-from atom.models.config_file import is_there, read_json, read_json_object
+from atom.models.config.file import is_there, read_json, read_json_object
 
 MODULES = "modules.json"
 _PACKAGE = "sentence_transformers."

@@ -15,7 +15,7 @@ from atom.model_ops.quant.base import Header, QuantConfig, UnquantizedConfig
 from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.model_ops.quant.formats.table import parse_quantization
 from atom.model_ops.quant.names import names_module
-from atom.models.config_file import is_there, read_json_object
+from atom.models.config.file import is_there, read_json_object
 from atom.platform import Platform
 
 logger = logging.getLogger(__name__)

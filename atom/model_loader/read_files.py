@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atom.config import ConfigError
-from atom.models.config_file import check_regular, is_there, read_json, read_json_object
-from atom.models.hf_configs import is_built_in
+from atom.models.config.file import check_regular, is_there, read_json, read_json_object
+from atom.models.config.hf_configs import is_built_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,7 +26,7 @@ from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import converts_weights, loads_weights
 from atom.models.base import CausalLM
 from atom.models.eagle3.sharing import SharingDraft
-from atom.models.mtp import PredictionLayers
+from atom.models.layers.mtp import PredictionLayers
 from atom.platform import cpu_platform, free_memory_bytes, total_memory_bytes
 
 M = TypeVar("M", CausalLM, SharingDraft, PredictionLayers)

@@ -15,7 +15,6 @@ import torch
 from atom.config import ConfigError, ModelOptions
 from atom.environment import cache_dir
 from atom.model_loader.checkpoint import has_weights, list_tensors, stored_dtype
-from atom.model_loader.end_tokens import end_token_ids
 from atom.model_loader.generation_config import sampling_defaults
 from atom.model_loader.gguf.cache import recall, remember
 from atom.model_loader.gguf.split import split_paths
@@ -24,11 +23,12 @@ from atom.model_loader.pooling_task import encoder_hint, pooling_task
 from atom.model_loader.quantization import choose_quantization, config_levels
 from atom.model_loader.read_files import check_folder
 from atom.model_loader.safetensors_reader import CheckpointTensor, map_tensor
+from atom.model_loader.tokenizers.end_tokens import end_token_ids
 from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
-from atom.models.config_check import check_config
-from atom.models.config_file import check_regular, is_there, read_json_object
-from atom.models.hf_configs import built_in_config, is_built_in
-from atom.models.model_config import ModelConfig
+from atom.models.config.check import check_config
+from atom.models.config.file import check_regular, is_there, read_json_object
+from atom.models.config.hf_configs import built_in_config, is_built_in
+from atom.models.config.model_config import ModelConfig
 from atom.models.registry import Implementation, choose_implementation
 
 # Checkpoints that say that their output head is the embedding, and hold another head.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
 from atom.model_ops.registry import OpTable
 from atom.platform import Platform, current_platform

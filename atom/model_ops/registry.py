@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from atom.environment import op_override
-from atom.model_ops.op_report import OpLine, format_choices, list_choices
-from atom.model_ops.pool_limits import PoolLimit, find_limits
+from atom.model_ops.op_table.op_report import OpLine, format_choices, list_choices
+from atom.model_ops.op_table.pool_limits import PoolLimit, find_limits
 from atom.model_ops.quant.weights import WeightFormat
 from atom.platform import Platform
 

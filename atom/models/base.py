@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 from atom.model_ops.embedding import OutputHead, VocabParallelEmbedding
 from atom.model_ops.layernorm import RMSNorm
-from atom.model_ops.metadata import ModelInput, ModelOutput
 from atom.model_ops.weight_mapping import WeightMapping
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from atom.config import ConfigError
-from atom.model_ops.attention_mla import LatentUpProjection, MLAAttention
+from atom.model_ops.attention.metadata import AttentionMetadata
+from atom.model_ops.attention.mla import LatentUpProjection, MLAAttention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm, RMSNormPair, Sublayer
 from atom.model_ops.linear import (
@@ -25,7 +26,6 @@ from atom.model_ops.linear import (
     RowParallelLinear,
     share_of,
 )
-from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.moe import FusedMoE, TopKRouter
 from atom.model_ops.quant.base import are_alike
 from atom.model_ops.quant.rounding import Rows, unrounded
@@ -33,13 +33,13 @@ from atom.model_ops.rank_sums import SumInput
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.layers.mtp import MTPTarget
 from atom.models.llama import (
     SILU,
     LlamaDecoderLayer,
     LlamaMLP,
     has_mlp_bias,
 )
-from atom.models.mtp import MTPTarget
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -10,10 +10,10 @@ from typing import Any
 
 from atom.config import ConfigError
 from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
-from atom.models.config_check import check_config
-from atom.models.config_file import is_there, read_json_object
+from atom.models.config.check import check_config
+from atom.models.config.file import is_there, read_json_object
+from atom.models.config.hf_configs import built_in_config
 from atom.models.eagle3.aux_layers import AuxLayers
-from atom.models.hf_configs import built_in_config
 
 # Without effect on what a draft computes.
 _HARMLESS = """

@@ -17,9 +17,9 @@ from atom.model_ops.layernorm import RMSNorm, Sublayer
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.glm4 import Glm4DecoderLayer
+from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaForCausalLM, LlamaMLP, head_size
 from atom.models.qwen3 import Qwen3Attention
-from atom.models.windows import window_of_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer, SummedRMSNorm
-from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
-from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.models.llama import (

@@ -10,7 +10,8 @@ from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.activation import SiluAndMul
-from atom.model_ops.attention_mha import Attention
+from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput, ModelOutput
+from atom.model_ops.attention.mha import Attention
 from atom.model_ops.embedding import (
     OutputHead,
     ParallelLMHead,
@@ -25,7 +26,6 @@ from atom.model_ops.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from atom.model_ops.metadata import AttentionMetadata, ModelInput, ModelOutput
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping

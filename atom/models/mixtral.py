@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.layers.moe_block import SoftmaxMoE
 from atom.models.mistral import MistralDecoderLayer, MistralForCausalLM
-from atom.models.moe_block import SoftmaxMoE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import SplitRMSNorm, SummedRMSNorm
 from atom.model_ops.linear import kv_share, share_of
-from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping

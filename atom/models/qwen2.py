@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
-from atom.models.windows import window_of_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

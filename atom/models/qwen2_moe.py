@@ -11,8 +11,8 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.quant.rounding import Rows, unrounded
+from atom.models.layers.moe_block import SoftmaxMoE
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
-from atom.models.moe_block import SoftmaxMoE
 from atom.models.qwen3_moe import has_experts
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
+from atom.models.layers.moe_block import SoftmaxMoE
 from atom.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from atom.models.moe_block import SoftmaxMoE
 from atom.models.qwen3 import Qwen3Attention
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.rotary import NoRotation, RotaryEmbedding
+from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
-from atom.models.windows import window_of_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.config import ConfigError, ModelOptions, parse_count
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.plan.folders import folder_of

@@ -13,7 +13,7 @@ from atom.config import ConfigError, EngineConfig, ModelOptions
 from atom.model_engine.rank import DTYPES_BY_NAME
 from atom.model_loader.read_files import read_tokenizer
 from atom.model_loader.source import default_dtype
-from atom.model_loader.tokenizer import locate_tokenizer
+from atom.model_loader.tokenizers.tokenizer import locate_tokenizer
 from atom.platform import select_platform
 from atom.pooling.inputs import (
     InputLimits,

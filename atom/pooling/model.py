@@ -24,7 +24,7 @@ from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.hub import download_dense
 from atom.model_loader.safetensors_reader import map_tensor
 from atom.model_ops.finite import check_finite
-from atom.models.config_file import is_there
+from atom.models.config.file import is_there
 from atom.platform import Platform, total_memory_bytes
 from atom.pooling.inputs import PoolingInput
 from atom.pooling.recipe import Dense, EmbeddingRecipe, LogitScore

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from atom.config import ConfigError
 from atom.model_loader.pooling_task import Module, read_modules
-from atom.models.config_file import is_there, read_json_object
+from atom.models.config.file import is_there, read_json_object
 
 # In the order in which several are put side by side, by their names in the files of version 5.
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")

@@ -10,9 +10,9 @@ from atom.config import ConfigError, EngineConfig
 from atom.model_loader.pooling_task import pooling_task
 from atom.model_loader.read_files import check_folder
 from atom.model_loader.source import locate_model
-from atom.models.config_check import check_config
-from atom.models.config_file import read_json_object
-from atom.options import options_of
+from atom.models.config.check import check_config
+from atom.models.config.file import read_json_object
+from atom.options.fields import options_of
 
 # Of the engine's options, those that mean something without generating.
 _OPTIONS = frozenset(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from atom.graphs.staging import StagingBuffer
-from atom.model_ops.metadata import SamplingMetadata
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.upload import upload
 from atom.sampling.logit_constraints import ProcessedRow, TokenValues
 from atom.sampling.ops import TORCH_OPS, SamplingOps

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch import gather, sampling, speculation
-from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.registry import OpTable
 from atom.sampling.rows import OptionsOp
 

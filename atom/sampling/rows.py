@@ -11,7 +11,7 @@ import torch
 
 from atom.batch import NewSequence
 from atom.graphs.staging import StagingBuffer
-from atom.model_ops.metadata import SamplingMetadata
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.upload import upload
 from atom.sampling.logit_constraints import BadWords, TokenValues, allowed_mask, read_bad_words
 from atom.sampling.token_counts import TokenCounts

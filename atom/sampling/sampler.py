@@ -16,7 +16,7 @@ from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.staging import ReadInPlace, StagingBuffer
 from atom.messages import TokenLogprobs
-from atom.model_ops.metadata import SamplingMetadata
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.sampling.decode_rows import KINDS, DecodeRows, kind_of
 from atom.sampling.edits import EditsBuilder, LogitEdits, choose
 from atom.sampling.failure import SamplingFailedError

@@ -10,7 +10,6 @@ import numpy as np
 
 from atom.batch import ScheduledBatch, StepOutput
 from atom.sampling.rows import SequenceState
-from atom.spec_decode.base import Proposer
 from atom.spec_decode.draft_length import (
     Candidates,
     DraftLength,
@@ -19,6 +18,7 @@ from atom.spec_decode.draft_length import (
 )
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
 from atom.spec_decode.made_drafts import NO_DRAFTS, by_sequence, replaced
+from atom.spec_decode.proposers.base import Proposer
 from atom.spec_decode.rest import Rest
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup

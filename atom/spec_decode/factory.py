@@ -14,18 +14,18 @@ from atom.graphs.recorded import MOST_PROGRAMS, StepRecorder
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
-from atom.spec_decode.base import NullProposer, Proposer
+from atom.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeOptions
+from atom.options.speculative_methods import SPECULATIVE_METHODS
 from atom.spec_decode.cuts import CutToLongest
 from atom.spec_decode.draft_length import DraftLength
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.first_runs import FirstRuns
 from atom.spec_decode.grammar import GrammarDrafter
 from atom.spec_decode.lengths import AdaptiveLength, spread_lengths
+from atom.spec_decode.proposers.base import NullProposer, Proposer
 from atom.spec_decode.step_times import ROW_OF_CPU, ROW_OF_GPU
 from atom.spec_decode.suffix_index import BYTES_PER_TOKEN
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
-from atom.speculative_methods import SPECULATIVE_METHODS
-from atom.speculative_options import MAX_SPECULATIVE_TOKENS, SpeculativeOptions
 
 logger = logging.getLogger(__name__)
 

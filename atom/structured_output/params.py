@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from atom.structured_output.json_schema import check_schema
-from atom.structured_output.patterns import PatternError, text_rule
+from atom.structured_output.schema.json_schema import check_schema
+from atom.structured_output.schema.patterns import PatternError, text_rule
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag"]
 

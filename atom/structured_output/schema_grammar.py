@@ -19,8 +19,8 @@ from functools import lru_cache
 from typing import Any
 
 from atom.quoting import excerpt
-from atom.structured_output.json_schema import lower_schema
-from atom.structured_output.patterns import json_rule
+from atom.structured_output.schema.json_schema import lower_schema
+from atom.structured_output.schema.patterns import json_rule
 from atom.structured_output.tags import ANY_OBJECT
 from atom.structured_output.xgrammar_import import import_xgrammar
 

@@ -12,7 +12,7 @@ import numpy as np
 from atom.structured_output.base import Grammar, GrammarError, TokenMask
 from atom.structured_output.forced_texts import longest_forced_text
 from atom.structured_output.params import StructuredOutput
-from atom.structured_output.patterns import text_rule
+from atom.structured_output.schema.patterns import text_rule
 from atom.structured_output.schema_grammar import schema_format
 from atom.structured_output.spelling import Spelling
 from atom.structured_output.tags import as_format, lower_tokens

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from atom.model_loader.plain_tokenizer import PlainTokenizer
+from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

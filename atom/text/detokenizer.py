@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tokenizers import decoders
 
-from atom.model_loader.plain_tokenizer import BYTE_OF_CHAR, PlainTokenizer
+from atom.model_loader.tokenizers.plain_tokenizer import BYTE_OF_CHAR, PlainTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

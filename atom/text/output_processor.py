@@ -22,7 +22,7 @@ from atom.text.sequence_state import SequenceState, decode_logprobs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from atom.model_loader.plain_tokenizer import PlainTokenizer
+    from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer
 
 
 @dataclass

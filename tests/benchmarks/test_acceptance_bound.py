@@ -13,9 +13,9 @@ import torch
 from spec_decode import engines
 from transformers import PreTrainedTokenizerFast
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch.draft_choice import choose_drafts
 from atom.model_ops.kernels.torch.sampling import choose_tokens
-from atom.model_ops.metadata import SamplingMetadata
 
 Import = Callable[[str], Any]
 KINDS = [*engines.EAGLE_DRAFTS, "mtp", *engines.BLOCK_DRAFTS]

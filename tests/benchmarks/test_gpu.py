@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from atom.graphs.capture import ReexecuteBackend
-from atom.model_engine import planned_graphs
+from atom.model_engine.step import planned_graphs
 from atom.model_ops.quant.weights import dequantise
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -313,7 +313,9 @@ def test_long_prompts_that_do_not_fit_are_fewer(benchmark_module: Module) -> Non
 
 def test_how_long_capturing_took_is_read_from_the_log(benchmark_module: Module) -> None:
     """Of the layers, and of choices and drafts, which have a log of their own."""
-    layers, others = map(logging.getLogger, ("atom.graphs.runner", "atom.model_engine.step_graphs"))
+    layers, others = map(
+        logging.getLogger, ("atom.graphs.runner", "atom.model_engine.step.step_graphs")
+    )
     before = layers.level, others.level
     with benchmark_module("decode_roofline").CaptureTimes() as times:
         layers.info("captured %d graphs in %.1f s", 42, 8.5)
@@ -325,7 +327,7 @@ def test_how_long_capturing_took_is_read_from_the_log(benchmark_module: Module) 
     atom = Path(__file__).parents[2] / "atom"
     for name, text in (
         ("graphs/runner.py", "captured %d graphs in %.1f s"),
-        ("model_engine/step_graphs.py", "captured %d graphs of choices and drafts in %.1f s"),
+        ("model_engine/step/step_graphs.py", "captured %d graphs of choices and drafts in %.1f s"),
     ):
         assert f'"{text}"' in (atom / name).read_text()
 

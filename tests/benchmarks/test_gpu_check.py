@@ -458,7 +458,7 @@ class TestNeeds:
             "sys.modules.update(dict.fromkeys(sys.argv[1].split()))\n"
             "import _kernel_loads, kernels, gpu_check\n"
             "assert 'msgspec' not in sys.modules\n"
-            "import decode_roofline, atom.spec_decode.eagle3, atom.models.registry\n"
+            "import decode_roofline, atom.spec_decode.proposers.eagle3, atom.models.registry\n"
         )
         command = [sys.executable, "-c", program, absent]
         subprocess.run(command, cwd=ROOT, check=True)

@@ -20,13 +20,13 @@ from atom.batch import LaunchedStep, Lookahead, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.graphs.capture import ReexecuteBackend
 from atom.messages import EngineRequest, SequenceOutput
-from atom.model_engine import planned_graphs
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
-from atom.model_engine.step_graphs import SampleGraphKey, StepGraphs
+from atom.model_engine.step import planned_graphs
+from atom.model_engine.step.step_graphs import SampleGraphKey, StepGraphs
 from atom.model_engine.worker import Worker
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.base import NullProposer, Proposal, VerifiedStep
+from atom.spec_decode.proposers.base import NullProposer, Proposal, VerifiedStep
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
 NUM_SEQS, CONTEXT, STEP_SECONDS = 64, 128, 0.005

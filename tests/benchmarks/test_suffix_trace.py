@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atom.model_loader.source import embedded_model
-from atom.options import ConfigError
+from atom.options.fields import ConfigError
 from atom.spec_decode.suffix_index import BYTES_PER_TOKEN, SuffixIndex
 
 Load = Callable[[str], Any]

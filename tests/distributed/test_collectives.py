@@ -12,11 +12,11 @@ from ranks import run_ranks
 from atom.distributed.collectives import TorchCollectives
 from atom.distributed.ordered import in_order
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.embedding import ParallelLMHead, TiedLMHead, VocabParallelEmbedding
 from atom.model_ops.kernels.torch.sampling import choose_tokens
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm
-from atom.model_ops.metadata import SamplingMetadata
 from atom.platform import cpu_platform
 
 HIDDEN = 16

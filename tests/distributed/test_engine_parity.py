@@ -20,7 +20,8 @@ from spec_decode.engines import (
 from transformers import PreTrainedTokenizerFast
 
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import kv_memory, rank
+from atom.model_engine import rank
+from atom.model_engine.start_up import kv_memory
 
 Folders = dict[str, Path]
 

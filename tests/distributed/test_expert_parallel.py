@@ -34,7 +34,7 @@ from atom.distributed.parallel_state import ParallelGroup, ParallelGroups
 from atom.messages import EngineDeadError
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.expert_ranks import check_experts
-from atom.model_engine.input_builder import InputBuilder
+from atom.model_engine.step.input_builder import InputBuilder
 from atom.model_engine.worker import Worker
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.moe import FusedMoE

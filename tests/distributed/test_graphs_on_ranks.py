@@ -26,8 +26,8 @@ from atom import LLM, SamplingParams
 from atom.graphs.capture import ReexecuteBackend
 from atom.graphs.runner import GraphKey
 from atom.messages import EngineStats
-from atom.model_engine import planned_graphs
-from atom.model_engine.step_graphs import DraftKey, SampleGraphKey
+from atom.model_engine.step import planned_graphs
+from atom.model_engine.step.step_graphs import DraftKey, SampleGraphKey
 from atom.sampling.decode_rows import KINDS
 from atom.sampling_params import Needs
 

@@ -26,7 +26,7 @@ from atom.messages import EngineDeadError
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.processes.join import join_as_driver
 from atom.model_engine.processes.launched import instructions
-from atom.options import ConfigError
+from atom.options.fields import ConfigError
 
 OPTIONS = {"dtype": "float32", "kv_cache_memory": "4MB", "max_model_len": 128, "num_threads": 1}
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -33,8 +33,8 @@ from atom.entrypoints.llm import GenerationError
 from atom.messages import EngineDeadError
 from atom.model_engine import worker
 from atom.model_engine.model_runner import ModelRunner
-from atom.model_engine.warm_up import warm_up
-from atom.spec_decode.base import Proposal, VerifiedStep
+from atom.model_engine.start_up.warm_up import warm_up
+from atom.spec_decode.proposers.base import Proposal, VerifiedStep
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ from atom.config import ConfigError
 from atom.distributed import launch
 from atom.distributed.parallel_state import SINGLE, ParallelGroup, ParallelGroups
 from atom.environment import environment_with
-from atom.model_engine.same_ops import check_same_ops
+from atom.model_engine.start_up.same_ops import check_same_ops
 from atom.model_ops import registry
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import Implementation, OpTable, always
 from atom.platform import Platform
 

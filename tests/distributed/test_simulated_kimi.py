@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atom.config import ModelOptions
 from atom.model_loader.source import resolve_model
-from atom.model_ops.attention_mla import MLAAttention
+from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.embedding import VocabParallelEmbedding
 from atom.model_ops.moe import FusedMoE
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.plan.sizes import RankSizes, rank_sizes
 
 RANKS = 8

@@ -20,7 +20,7 @@ from ranks import run_ranks
 
 from atom.config import ConfigError
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
-from atom.model_ops.attention_mha import Attention
+from atom.model_ops.attention.mha import Attention
 
 TOKENS = checkpoints.prompt(12)
 # Does not divide by 2, 3 or 4.

@@ -28,7 +28,7 @@ from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
 from atom.models.block_draft.draft import BlockDraft
 from atom.models.eagle3.base import Eagle3Draft
-from atom.models.mtp import PredictionLayers
+from atom.models.layers.mtp import PredictionLayers
 from atom.platform import cpu_platform
 from atom.spec_decode.factory import create_proposer
 

@@ -12,7 +12,7 @@ from models.harness import ModelBench
 
 from atom.graphs.capture import CaptureBackend, GraphPlan, ReexecuteBackend
 from atom.graphs.runner import GraphRunner
-from atom.model_ops.metadata import ModelOutput
+from atom.model_ops.attention.metadata import ModelOutput
 from atom.platform import Platform, cpu_platform
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 128

@@ -23,7 +23,7 @@ from atom.model_ops.kernels import probe
 from atom.model_ops.kernels import triton as triton_kernels
 from atom.model_ops.kernels.torch import linear
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.platform import Platform, current_platform
 

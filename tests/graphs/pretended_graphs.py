@@ -22,10 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.native import bindings
 from atom.model_ops.kernels.native.build import NativeBuild
 from atom.model_ops.kernels.torch import attention, mla, moe, sampling
-from atom.model_ops.metadata import SamplingMetadata
 
 
 class GraphError(AssertionError):

@@ -28,17 +28,17 @@ from atom.graphs.captured import CapturedWork
 from atom.graphs.runner import GraphKey, GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
-from atom.model_engine.step_graphs import DraftKey
-from atom.model_engine.step_places import GraphInput
+from atom.model_engine.step.step_graphs import DraftKey
+from atom.model_engine.step.step_places import GraphInput
 from atom.model_loader.drafts.tokenizer import TokenMaps
-from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import (
+from atom.model_ops.attention.metadata import (
     AttentionMetadata,
     ModelInput,
     ModelOutput,
     SamplingMetadata,
 )
-from atom.model_ops.ops import OPS
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.deepseek_v2 import DeepseekV3ForCausalLM
@@ -46,21 +46,21 @@ from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.deepseek import Eagle3DeepseekV2ForCausalLM
 from atom.models.eagle3.llama import LlamaForCausalLMEagle3
 from atom.models.eagle3.parts import DraftParts
-from atom.models.mtp import MTPParts, PredictionLayers
+from atom.models.layers.mtp import MTPParts, PredictionLayers
 from atom.models.registry import create_model
 from atom.platform import Platform
 from atom.sampling.decode_rows import KINDS, DecodeRows
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
-from atom.spec_decode.base import Proposer, VerifiedStep
-from atom.spec_decode.block_proposer import BlockProposer
-from atom.spec_decode.chain_proposer import ChainProposer
-from atom.spec_decode.choice import DraftSampler
-from atom.spec_decode.draft_model import DraftModelChain
-from atom.spec_decode.eagle3 import Eagle3Chain
-from atom.spec_decode.mtp import MTPChain
-from atom.spec_decode.parallel_eagle import ParallelEagleModel
+from atom.spec_decode.proposers.base import Proposer, VerifiedStep
+from atom.spec_decode.proposers.block_proposer import BlockProposer
+from atom.spec_decode.proposers.chain_proposer import ChainProposer
+from atom.spec_decode.proposers.choice import DraftSampler
+from atom.spec_decode.proposers.draft_model import DraftModelChain
+from atom.spec_decode.proposers.eagle3 import Eagle3Chain
+from atom.spec_decode.proposers.mtp import MTPChain
+from atom.spec_decode.proposers.parallel_eagle import ParallelEagleModel
 
 BLOCK_SIZE = 4
 AUX = (0, 2, 3)

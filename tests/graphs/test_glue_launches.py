@@ -33,11 +33,11 @@ from atom.graphs.capture import Bucket, GraphPlan
 from atom.graphs.runner import GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
-from atom.model_engine.input_builder import InputBuilder
-from atom.model_engine.step_graphs import StepGraphs
-from atom.model_engine.step_places import GraphInput, TakeOp
+from atom.model_engine.step.input_builder import InputBuilder
+from atom.model_engine.step.step_graphs import StepGraphs
+from atom.model_engine.step.step_places import GraphInput, TakeOp
+from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import AttentionMetadata, ModelInput
 from atom.models.deepseek_v2 import DeepseekV3ForCausalLM
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.deepseek import Eagle3DeepseekV2ForCausalLM
@@ -47,10 +47,10 @@ from atom.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
-from atom.spec_decode.base import NullProposer, Proposer
-from atom.spec_decode.chain_proposer import ChainProposer
-from atom.spec_decode.choice import DraftSampler
-from atom.spec_decode.eagle3 import Eagle3Chain
+from atom.spec_decode.proposers.base import NullProposer, Proposer
+from atom.spec_decode.proposers.chain_proposer import ChainProposer
+from atom.spec_decode.proposers.choice import DraftSampler
+from atom.spec_decode.proposers.eagle3 import Eagle3Chain
 
 pytest.importorskip("triton")
 

@@ -26,7 +26,7 @@ from atom.model_engine.arg_utils import (
     engine_config,
     engine_options,
 )
-from atom.model_ops.metadata import ModelInput, ModelOutput
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 
 
 def plan(sizes: tuple[int, ...], bounds: tuple[int, ...]) -> GraphPlan:

@@ -19,8 +19,8 @@ from models.checkpoints import prompt
 
 from atom.graphs.capture import Bucket, GraphPlan, ReexecuteBackend
 from atom.graphs.runner import GraphKey, GraphRunner
-from atom.model_ops.metadata import AttentionMetadata, ModelInput, ModelOutput
-from atom.model_ops.ops import OPS
+from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput, ModelOutput
+from atom.model_ops.op_table.ops import OPS
 
 Make = Callable[..., checkpoints.Checkpoint]
 

@@ -18,8 +18,9 @@ from atom import LLM
 from atom.batch import LaunchedStep, ScheduledBatch
 from atom.config import ConfigError
 from atom.graphs.capture import ReexecuteBackend
-from atom.model_engine import planned_graphs, worker
-from atom.model_ops.attention_mha import Attention
+from atom.model_engine import worker
+from atom.model_engine.step import planned_graphs
+from atom.model_ops.attention.mha import Attention
 
 SETTINGS = ("greedy", "penalties")
 METHODS = ["mha", "mla", "mtp", "peagle", "suffix"]

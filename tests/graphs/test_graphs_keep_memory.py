@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM, SamplingParams, StructuredOutput
 from atom.entrypoints.llm import GenerationError
 from atom.graphs.capture import CaptureBackend, CudaGraphBackend
-from atom.model_engine import planned_graphs
+from atom.model_engine.step import planned_graphs
 
 
 class ForgettingBackend:

@@ -32,9 +32,9 @@ from transformers import DeepseekV3Config, PretrainedConfig
 
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
+from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.kernels import probe
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.quant.formats.fp8 import Fp8Config
 from atom.model_ops.quant.formats.table import parse_quantization
 from atom.model_ops.rotary import RotaryEmbedding

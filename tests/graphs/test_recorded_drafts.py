@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.batch import Lookahead
 from atom.graphs.recorded import StepRecorder
-from atom.model_engine.recorded_steps import RecordedSteps
+from atom.model_engine.step.recorded_steps import RecordedSteps
 from atom.model_engine.worker import Worker
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
-from atom.spec_decode.base import NullProposer, Proposal, VerifiedStep
 from atom.spec_decode.draft_length import Candidates, Choice, Verification
+from atom.spec_decode.proposers.base import NullProposer, Proposal, VerifiedStep
 from atom.spec_decode.rest import Rest
 
 pytestmark = pytest.mark.skipif(

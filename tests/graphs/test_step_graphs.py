@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.batch import LaunchedStep, ScheduledBatch
 from atom.graphs.capture import ReexecuteBackend
-from atom.model_engine import planned_graphs, step_graphs
-from atom.model_engine.step_graphs import SampleGraphKey
+from atom.model_engine.step import planned_graphs, step_graphs
+from atom.model_engine.step.step_graphs import SampleGraphKey
 from atom.model_engine.worker import Worker
 from atom.sampling.decode_rows import KINDS
 from atom.sampling.rows import SamplingRows

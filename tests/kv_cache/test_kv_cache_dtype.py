@@ -20,16 +20,17 @@ from atom import LLM
 from atom.config import ConfigError
 from atom.kv_cache.base import KVCachePlan
 from atom.kv_cache.builders import attention_layers
-from atom.model_engine import kv_memory, rank, worker
+from atom.model_engine import rank, worker
 from atom.model_engine.arg_utils import (
     add_engine_flags,
     engine_config,
     engine_options,
 )
-from atom.model_ops.attention_mla import MLAAttention
+from atom.model_engine.start_up import kv_memory
+from atom.model_ops.attention.metadata import KVCacheTensor, LatentCacheTensor
+from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.mla import mla_attention
-from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
 from atom.platform import cpu_platform
 
 # (target, what drafts for it)

@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
-from atom.model_ops.attention_mha import Attention
-from atom.model_ops.attention_mla import MLAAttention
-from atom.model_ops.cached_attention import CachedAttention, StoredPart
+from atom.model_ops.attention.cached_attention import CachedAttention, StoredPart
+from atom.model_ops.attention.metadata import CacheTensor, KVCacheTensor, LatentCacheTensor
+from atom.model_ops.attention.mha import Attention
+from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import CacheTensor, KVCacheTensor, LatentCacheTensor
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.platform import cpu_platform
 

@@ -11,8 +11,8 @@ import torch
 from spec_decode import engines
 from transformers import PreTrainedTokenizerFast
 
-from atom.model_ops.ops import OPS
-from atom.model_ops.pool_limits import PoolLimit
+from atom.model_ops.op_table.ops import OPS
+from atom.model_ops.op_table.pool_limits import PoolLimit
 from atom.model_ops.registry import Implementation, OpQuery, OpTable, always
 from atom.platform import Platform
 

@@ -109,7 +109,7 @@ def main(arch: str, text: str) -> None:
     options = json.loads(text)
     models = {name: options[name] for name in ("target", "draft") if name in options}
     from atom.model_engine.engine_core import EngineCore
-    from atom.model_engine.warm_up import warm_up
+    from atom.model_engine.start_up.warm_up import warm_up
 
     with tempfile.TemporaryDirectory() as folder:
         worker, rank = start_engine(

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM, StructuredOutput
 from atom.batch import LaunchedStep, Lookahead, ScheduledBatch, StepOutput
 from atom.model_engine.executor import RanksExecutor
-from atom.spec_decode.base import NullProposer, Proposal, VerifiedStep
 from atom.spec_decode.draft_length import Candidates, Choice, Verification
+from atom.spec_decode.proposers.base import NullProposer, Proposal, VerifiedStep
 
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},

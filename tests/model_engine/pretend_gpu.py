@@ -112,9 +112,10 @@ def pretend_gpu(arch: str, backend: Any) -> Launches:
         of_cpu = partial(getattr(atom.platform, name), cpu_platform())
         setattr(atom.platform, name, lambda _, of_cpu=of_cpu: of_cpu())
     triton.runtime.driver.set_active(_Driver(_TARGETS[arch]))
-    from atom.model_engine import planned_graphs, rank_parts
+    from atom.model_engine import rank_parts
+    from atom.model_engine.step import planned_graphs
     from atom.model_ops.layer_context import LayerContext
-    from atom.model_ops.ops import OPS
+    from atom.model_ops.op_table.ops import OPS
     from atom.model_ops.registry import OpTable
 
     ops = {op: tuple(e for e in found if e.name not in _LIBRARIES) for op, found in OPS.items()}

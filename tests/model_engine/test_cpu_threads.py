@@ -14,8 +14,13 @@ import torch
 
 from atom.config import EngineConfig, ModelOptions, ParallelOptions
 from atom.distributed.parallel_state import ALONE
-from atom.model_engine import cpu_threads
-from atom.model_engine.cpu_threads import AdaptedThreads, ThreadChoice, take_threads, waited_seconds
+from atom.model_engine.start_up import cpu_threads
+from atom.model_engine.start_up.cpu_threads import (
+    AdaptedThreads,
+    ThreadChoice,
+    take_threads,
+    waited_seconds,
+)
 from atom.model_engine.worker import Worker
 from atom.platform import cpu_platform, default_num_threads
 
@@ -87,7 +92,7 @@ def test_waiting_is_measured() -> None:
         "sys.stdin.read()\n"
         "end = time.process_time() + 0.3\n"
         "while time.process_time() < end: pass\n"
-        "from atom.model_engine.cpu_threads import waited_seconds\n"
+        "from atom.model_engine.start_up.cpu_threads import waited_seconds\n"
         "print(waited_seconds())"
     )
     count = 2 * default_num_threads()

@@ -22,8 +22,8 @@ from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
 from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import EngineDeadError, RequestFailedError
-from atom.model_engine import kv_memory
-from atom.model_engine.step_runner import ComputedStep
+from atom.model_engine.start_up import kv_memory
+from atom.model_engine.step.step_runner import ComputedStep
 
 PROMPTS = [*PROMPTS[:5], *PROMPTS[10:12]]
 METHODS: dict[str, dict[str, Any]] = {

@@ -17,11 +17,12 @@ from transformers import PreTrainedTokenizerFast
 from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.kv_cache.base import KVCacheMemoryError
-from atom.model_engine import kv_memory, runner_parts
-from atom.model_engine import largest_steps as steps_module
+from atom.model_engine import runner_parts
 from atom.model_engine.arg_utils import engine_config
-from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.start_up import kv_memory
+from atom.model_engine.start_up import largest_steps as steps_module
+from atom.model_engine.start_up.largest_steps import largest_steps
 from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler, Verified
 from atom.sampling_params import Needs

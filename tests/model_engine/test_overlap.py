@@ -26,8 +26,10 @@ from atom.config import ConfigError
 from atom.entrypoints.llm import GenerationError
 from atom.graphs.capture import ReexecuteBackend
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import kv_memory, planned_graphs, worker
+from atom.model_engine import worker
 from atom.model_engine.arg_utils import engine_config
+from atom.model_engine.start_up import kv_memory
+from atom.model_engine.step import planned_graphs
 from atom.spec_decode import factory
 
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
 from atom.graphs.capture import ReexecuteBackend
-from atom.model_engine import in_flight, planned_graphs
+from atom.model_engine.scheduling import in_flight
+from atom.model_engine.step import planned_graphs
 from atom.spec_decode.suffix_index import Continuation
 
 

@@ -17,7 +17,7 @@ from atom import LLM, SamplingParams
 from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import RequestRefusedError
-from atom.model_engine import kv_memory
+from atom.model_engine.start_up import kv_memory
 
 GOOD = PROMPTS[:6]
 SPECULATION: dict[str, dict[str, Any]] = {

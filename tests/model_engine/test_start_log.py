@@ -12,8 +12,8 @@ from spec_decode.engines import create_engine, write_target
 from transformers import PreTrainedTokenizerFast
 
 from atom.distributed.stages import Stages
-from atom.model_engine import start_log
-from atom.model_engine.start_log import said_what_is_awaited
+from atom.model_engine.start_up import start_log
+from atom.model_engine.start_up.start_log import said_what_is_awaited
 
 
 @pytest.fixture(autouse=True)

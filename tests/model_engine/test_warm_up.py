@@ -19,14 +19,15 @@ from transformers import PreTrainedTokenizerFast
 from atom.batch import LaunchedStep, ScheduledBatch
 from atom.graphs.capture import ReexecuteBackend
 from atom.kv_cache.base import KVCacheMemoryError
-from atom.model_engine import planned_graphs, worker
-from atom.model_engine.input_builder import StepInput
+from atom.model_engine import worker
 from atom.model_engine.model_runner import ModelRunner
-from atom.model_engine.step_graphs import StepGraphs
-from atom.model_engine.warm_up import warm_up
-from atom.model_engine.warm_up_steps import StepLimits, warm_ups
+from atom.model_engine.start_up.warm_up import warm_up
+from atom.model_engine.start_up.warm_up_steps import StepLimits, warm_ups
+from atom.model_engine.step import planned_graphs
+from atom.model_engine.step.input_builder import StepInput
+from atom.model_engine.step.step_graphs import StepGraphs
 from atom.model_engine.worker import Worker
-from atom.model_ops.metadata import MAX_DECODE_QUERIES
+from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES
 from atom.sampling.decode_rows import KINDS, kind_of
 from atom.sampling.rows import SamplingRows
 from atom.sampling_params import EDITS, Needs
@@ -175,7 +176,7 @@ def test_an_engine_is_as_ever_after_it(
     options |= {"max_num_seqs": 4, "max_num_batched_tokens": 96, "enforce_eager": True}
     expected = generate(create_engine(folders(target), **options), params("warm", max_tokens=8))
     seen = Recorded(monkeypatch)
-    with caplog.at_level(logging.INFO, "atom.model_engine.warm_up"):
+    with caplog.at_level(logging.INFO, "atom.model_engine.start_up.warm_up"):
         engine = warmed(monkeypatch, folders(target), **options)
     assert any(r.getMessage().startswith("warmed up with") for r in caplog.records)
     lens = {len(s.token_ids) for batch in seen.batches for s in batch.sequences}

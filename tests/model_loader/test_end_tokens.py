@@ -11,8 +11,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
 from atom.config import ConfigError, ModelOptions
-from atom.model_loader.end_tokens import end_token_ids
-from atom.model_loader.plain_tokenizer import MARK
+from atom.model_loader.tokenizers.end_tokens import end_token_ids
+from atom.model_loader.tokenizers.plain_tokenizer import MARK
 
 TOKENS = (
     "<|endoftext|>",

@@ -16,7 +16,7 @@ from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import WeightError
-from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
+from atom.model_ops.attention.metadata import KVCacheTensor, LatentCacheTensor
 
 CPU = torch.device("cpu")
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz

@@ -14,10 +14,10 @@ from models.families import write_family
 from test_gguf_tokenizer import TEXTS
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from atom.model_loader.chat_template import render_chat_template
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.gguf.tokenizer import write_tokenizer
-from atom.model_loader.plain_tokenizer import PlainTokenizer, is_plain
+from atom.model_loader.tokenizers.chat_template import render_chat_template
+from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer, is_plain
 from atom.text.detokenizer import ByteLevelVocabulary, create_vocabulary
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +131,7 @@ import sys
 from atom.config import ModelOptions
 from atom.entrypoints.llm import LLM
 from atom.model_loader.source import resolve_model
-from atom.model_loader.tokenizer import load_text_tokenizer
+from atom.model_loader.tokenizers.tokenizer import load_text_tokenizer
 options = ModelOptions(sys.argv[1])
 tokenizer = load_text_tokenizer(resolve_model(options), options)
 assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)

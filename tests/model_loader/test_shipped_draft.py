@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import (
     add_engine_flags,

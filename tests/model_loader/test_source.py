@@ -19,7 +19,7 @@ from atom.model_loader import source as source_module
 from atom.model_loader.errors import WeightError
 from atom.model_loader.hub import download_gguf
 from atom.model_loader.source import ModelSource, resolve_model
-from atom.model_loader.tokenizer import load_tokenizer
+from atom.model_loader.tokenizers.tokenizer import load_tokenizer
 
 WriteTiny = Callable[..., Path]
 

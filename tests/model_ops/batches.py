@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from atom.model_ops.metadata import AttentionMetadata
+from atom.model_ops.attention.metadata import AttentionMetadata
 
 
 @dataclass(frozen=True)

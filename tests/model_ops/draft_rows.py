@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch import sampling
-from atom.model_ops.metadata import SamplingMetadata
 
 Choose = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 

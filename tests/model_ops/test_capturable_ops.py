@@ -8,6 +8,7 @@ import pytest
 import torch
 from model_ops.batches import Part, attention_metadata
 
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.model_ops.kernels.torch.attention import (
     block_attention,
     kv_cache_write,
@@ -20,7 +21,6 @@ from atom.model_ops.kernels.torch.mla import (
     mla_cache_write,
 )
 from atom.model_ops.kernels.torch.moe import moe_experts, sum_experts_on_device
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 
 CPU = torch.device("cpu")
 

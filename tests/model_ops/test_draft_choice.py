@@ -7,10 +7,10 @@ import torch
 from model_ops import draft_rows
 from model_ops.test_native_sampling import FILTERS, options_of
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.native import sampling as native
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.torch import draft_choice
-from atom.model_ops.metadata import SamplingMetadata
 
 REASON = native_build().reason
 NATIVE = pytest.mark.skipif(REASON is not None, reason=f"no native kernels: {REASON}")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from model_ops.batches import Part, attention_metadata
 
+from atom.model_ops.attention.kv_scale import FP8_TYPES
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.model_ops.kernels.torch import attention, mla
 from atom.model_ops.kernels.torch.fp8 import dequantise, quantise
-from atom.model_ops.kv_scale import FP8_TYPES
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.platform import Platform
 
 BLOCK = 4

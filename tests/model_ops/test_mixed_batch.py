@@ -11,12 +11,12 @@ import torch
 from model_ops.batches import Part, attention_metadata
 from transformers import LlamaConfig
 
-from atom.model_ops.attention_mha import Attention
-from atom.model_ops.attention_mla import MLAAttention
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
+from atom.model_ops.attention.mha import Attention
+from atom.model_ops.attention.mixed_batch import split
+from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
-from atom.model_ops.mixed_batch import split
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import Implementation, OpTable, always
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.platform import cpu_platform

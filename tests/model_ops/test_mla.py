@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_ops.batches import Part, attention_metadata
 
-from atom.model_ops.attention_mla import LatentUpProjection, MLAAttention
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
+from atom.model_ops.attention.mla import LatentUpProjection, MLAAttention
 from atom.model_ops.kernels.torch import mla
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.platform import cpu_platform
 
 HEADS, RANK, NOPE, ROPE, V = 3, 16, 6, 4, 8

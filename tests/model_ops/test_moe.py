@@ -14,7 +14,7 @@ from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.kernels.torch.moe import moe_experts, moe_route
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.moe import FusedMoE, TopKRouter
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.model_ops.routing import Routing
 from atom.platform import cpu_platform

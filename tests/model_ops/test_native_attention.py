@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_ops.native_numbers import one_thread, random  # noqa: F401  # a fixture
 
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.kernels.native import attention, bindings
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.torch import attention as torch_attention
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpQuery, OpTable
 from atom.platform import Platform
 

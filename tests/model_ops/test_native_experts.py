@@ -9,14 +9,14 @@ import torch
 from model_ops.batches import Part, attention_metadata
 from model_ops.native_numbers import one_thread, random  # noqa: F401  # a fixture
 
+from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.kernels.native import bindings, elementwise, mla, moe
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.torch import elementwise as torch_elementwise
 from atom.model_ops.kernels.torch import mla as torch_mla
 from atom.model_ops.kernels.torch import moe as torch_moe
 from atom.model_ops.kernels.torch.fp8 import quantise
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.model_ops.routing import Routing
 from atom.platform import cpu_platform

@@ -20,7 +20,7 @@ from atom.model_ops.kernels.native.build import NativeBuild, build, native_build
 from atom.model_ops.kernels.torch import elementwise as torch_elementwise
 from atom.model_ops.kernels.torch import linear as torch_linear
 from atom.model_ops.kernels.torch import sampling as torch_sampling
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpQuery, OpTable
 from atom.platform import Platform, current_platform
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.sampling import choose_tokens
 from atom.model_ops.kernels.torch import sampling
-from atom.model_ops.metadata import SamplingMetadata
 
 REASON = native_build().reason
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no native kernels: {REASON}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import Implementation, OpQuery, OpTable, OpUnavailableError, always
 from atom.platform import Platform, cpu_platform
 

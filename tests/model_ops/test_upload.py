@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from atom.graphs import staging
 from atom.graphs.staging import StagingBuffer
-from atom.model_ops import mixed_batch
-from atom.model_ops.metadata import AttentionMetadata
+from atom.model_ops.attention import mixed_batch
+from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.upload import upload
 from atom.sampling import rows, token_counts
 from atom.sampling.rows import SamplingRows

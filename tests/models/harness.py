@@ -16,12 +16,12 @@ from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.runner import ForwardOp, GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
-from atom.model_engine.input_builder import InputBuilder
-from atom.model_engine.step_runner import runs_op_by_op
+from atom.model_engine.step.input_builder import InputBuilder
+from atom.model_engine.step.step_runner import runs_op_by_op
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import build_model
+from atom.model_ops.attention.metadata import ModelOutput
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import ModelOutput
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform, cpu_platform

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from atom.config import ConfigError
-from atom.models import config_file
-from atom.models.config_check import check_config
-from atom.models.config_file import read_json_object
+from atom.models.config import file as config_file
+from atom.models.config.check import check_config
+from atom.models.config.file import read_json_object
 from atom.models.eagle3.config import Eagle3Config
 
 LLAMA_3_1 = {

@@ -20,7 +20,7 @@ from atom.distributed.parallel_state import ParallelGroup
 from atom.model_loader.errors import WeightError
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.moe import FusedMoE
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.model_ops.registry import OpTable
 from atom.models import deepseek_v2

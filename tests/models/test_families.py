@@ -18,11 +18,11 @@ from transformers import PretrainedConfig
 from atom.config import ConfigError
 from atom.kv_cache.builders import attention_layers
 from atom.model_loader.errors import WeightError
-from atom.model_ops.attention_mla import MLAAttention
+from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.moe import FusedMoE
+from atom.models.config.hf_configs import built_in_config
 from atom.models.deepseek_v2 import DeepseekV3ForCausalLM, DeepseekV3MoE, attention_scale
-from atom.models.hf_configs import built_in_config
 from atom.models.kimi_k25 import KimiK25ForConditionalGeneration
 from atom.models.llama import LlamaMLP
 from atom.models.registry import create_model

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import SamplingParams
 from atom.config import ConfigError
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import kv_memory
+from atom.model_engine.start_up import kv_memory
 from atom.model_ops.kernels.native.build import native_build
 
 TOLERANCE = 1e-4

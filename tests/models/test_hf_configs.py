@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.source import resolve_model
-from atom.models.hf_configs import built_in_config, is_built_in
+from atom.models.config.hf_configs import built_in_config, is_built_in
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SIZES = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "dtype": "bfloat16"}

@@ -14,10 +14,10 @@ from models.checkpoints import prompt
 from models.harness import ModelBench
 from transformers import DeepseekV3Config
 
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.program import Arena, record
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import ModelInput, ModelOutput
 from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.models import deepseek_v2
 from atom.platform import cpu_platform

@@ -16,8 +16,8 @@ from spec_decode.engines import create_engine
 from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 from atom.model_ops.kernels.native.build import native_build
-from atom.model_ops.metadata import ModelInput, ModelOutput
 from atom.models.llama import LlamaModel
 
 REASON = native_build().reason

@@ -20,7 +20,7 @@ from transformers import ArceeConfig, ArceeForCausalLM, PreTrainedTokenizerFast
 from atom import SamplingParams
 from atom.config import ConfigError, ModelOptions
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import kv_memory
+from atom.model_engine.start_up import kv_memory
 from atom.model_loader.source import resolve_model
 from atom.models.registry import choose_implementation
 from atom.models.transformers.check import check_model

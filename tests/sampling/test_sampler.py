@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch import sampling
-from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.noise import exponential_noise, row_keys, token_hashes
 from atom.sampling.edits import LogitEdits, Penalties, choose
 from atom.sampling.logit_constraints import TokenValues

@@ -19,15 +19,15 @@ from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.block import load_block_draft
 from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.source import ModelSource
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput, SamplingMetadata
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import ModelInput, ModelOutput, SamplingMetadata
 from atom.models.base import CausalLM
 from atom.models.block_draft.draft import BlockDraft
 from atom.platform import cpu_platform
-from atom.spec_decode.base import Guide, VerifiedStep
-from atom.spec_decode.block_draft import BlockDraftModel
-from atom.spec_decode.block_proposer import BlockProposer
-from atom.spec_decode.choice import Chosen, DraftSampler
+from atom.spec_decode.proposers.base import Guide, VerifiedStep
+from atom.spec_decode.proposers.block_draft import BlockDraftModel
+from atom.spec_decode.proposers.block_proposer import BlockProposer
+from atom.spec_decode.proposers.choice import Chosen, DraftSampler
 
 VOCAB, DRAFT_VOCAB, RANK, MASK = 96, 40, 8, 5
 LAYER: dict[str, Any] = {

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
 from atom.model_engine import rank_parts
-from atom.spec_decode.base import Proposer
 from atom.spec_decode.draft_length import DraftNumbers
 from atom.spec_decode.drafter import Drafter, Found, History, Launched
 from atom.spec_decode.grammar import GrammarDrafts
+from atom.spec_decode.proposers.base import Proposer
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import kv_memory
+from atom.model_engine.start_up import kv_memory
 
 MAX_TOKENS = 16
 SHARED = prompt(21, seed=5)

@@ -28,7 +28,7 @@ from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.eagle3 import load_draft
 from atom.model_loader.source import ModelSource
-from atom.model_ops.metadata import ModelInput
+from atom.model_ops.attention.metadata import ModelInput
 from atom.models.base import CausalLM
 
 Rows = Callable[..., tuple[list[int], list[torch.Tensor]]]

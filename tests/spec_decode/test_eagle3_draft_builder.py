@@ -15,9 +15,9 @@ from atom.kv_cache.base import KVCacheBuilder
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_loader.source import ModelSource
-from atom.model_ops.cached_attention import CachedAttention
+from atom.model_ops.attention.cached_attention import CachedAttention
+from atom.model_ops.attention.metadata import KVCacheTensor, LatentCacheTensor
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
 from atom.models.base import CausalLM
 from atom.platform import cpu_platform
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder

@@ -18,15 +18,15 @@ from spec_decode.engines import create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch.sampling import choose_tokens
-from atom.model_ops.metadata import SamplingMetadata
 from atom.models.eagle3.base import Eagle3Draft
-from atom.spec_decode.base import Proposal, VerifiedStep
-from atom.spec_decode.chain_proposer import ChainProposer
-from atom.spec_decode.choice import DraftSampler
 from atom.spec_decode.draft_length import DraftNumbers
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.eagle3 import Eagle3Chain
+from atom.spec_decode.proposers.base import Proposal, VerifiedStep
+from atom.spec_decode.proposers.chain_proposer import ChainProposer
+from atom.spec_decode.proposers.choice import DraftSampler
+from atom.spec_decode.proposers.eagle3 import Eagle3Chain
 
 K = 3
 NEW_TOKENS = 14

@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams, StructuredOutput
 from atom.batch import Lookahead
+from atom.options.speculative import SpeculativeOptions
 from atom.sampling.rows import SequenceState
 from atom.sampling_params import Needs
-from atom.spec_decode.base import NullProposer
 from atom.spec_decode.factory import create_drafter
 from atom.spec_decode.grammar import GrammarDrafter
-from atom.speculative_options import SpeculativeOptions
+from atom.spec_decode.proposers.base import NullProposer
 from atom.structured_output import state as states
 from atom.structured_output.spelling import Spelling
 from atom.structured_output.state import GrammarState

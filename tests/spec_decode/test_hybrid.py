@@ -14,9 +14,9 @@ from spec_decode import engines
 from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
-from atom.spec_decode.base import Proposer
 from atom.spec_decode.draft_length import Candidates, Choice, Verification
 from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.proposers.base import Proposer
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
 K = 3

@@ -19,9 +19,9 @@ from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.llama import LlamaForCausalLM
-from atom.spec_decode.base import NullProposer, Proposal, Proposer, VerifiedStep
+from atom.options.speculative_methods import SPECULATIVE_METHODS, SpeculativeMethod
 from atom.spec_decode.factory import proposer_builder
-from atom.speculative_methods import SPECULATIVE_METHODS, SpeculativeMethod
+from atom.spec_decode.proposers.base import NullProposer, Proposal, Proposer, VerifiedStep
 
 ROOT = Path(__file__).parents[2]
 CONTINUATIONS: dict[tuple[int, ...], list[int]] = {}

@@ -26,10 +26,10 @@ from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.errors import WeightError
 from atom.model_loader.source import resolve_model
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch.sampling import choose_tokens
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import SamplingMetadata
-from atom.models.mtp import PredictionLayers
+from atom.models.layers.mtp import PredictionLayers
 from atom.platform import cpu_platform
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from spec_decode.engines import create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom.models.eagle3.base import Eagle3Draft
-from atom.spec_decode import chain_proposer
+from atom.spec_decode.proposers import chain_proposer
 
 PROMPTS = [[(7 * i * i + 11 * n) % 90 + 5 for i in range(36 + 10 * n)] for n in range(4)]
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import GraphRunner
-from atom.model_engine.step_graphs import StepGraphs
+from atom.model_engine.step.step_graphs import StepGraphs
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
 from atom.spec_decode.draft_length import Candidates, Choice, Verification

@@ -15,9 +15,9 @@ from atom.batch import (
     StepOutput,
 )
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.base import NullProposer
 from atom.spec_decode.draft_length import Candidates, Choice
 from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.proposers.base import NullProposer
 from atom.spec_decode.rest import Rest
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import kv_memory
+from atom.model_engine.start_up import kv_memory
 
 NUM_REQUESTS = 500
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.batch import Lookahead, ScheduledBatch, ScheduledSequence
 from atom.messages import EngineRequest
-from atom.spec_decode.base import NullProposer, Proposer
 from atom.spec_decode.draft_length import Candidates, Choice
 from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.proposers.base import NullProposer, Proposer
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
 

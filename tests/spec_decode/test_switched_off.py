@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.outputs import RequestOutput
 from atom.spec_decode import factory
-from atom.spec_decode.chain_proposer import ChainProposer
 from atom.spec_decode.draft_length import Candidates, Choice
 from atom.spec_decode.lengths import AdaptiveLength
+from atom.spec_decode.proposers.chain_proposer import ChainProposer
 
 K = 3
 

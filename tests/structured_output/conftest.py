@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from atom.structured_output.trial_client import TrialProcess
-from atom.structured_output.trial_messages import TrialLimits
+from atom.structured_output.trials.client import TrialProcess
+from atom.structured_output.trials.messages import TrialLimits
 from atom.structured_output.vocabulary import read_vocabulary
 from atom.structured_output.xgrammar_backend import XGrammarBackend
 

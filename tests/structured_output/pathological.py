@@ -8,8 +8,8 @@ from contextlib import suppress
 import psutil
 
 from atom import StructuredOutput
-from atom.structured_output import trial_workers
-from atom.structured_output.trial_messages import TrialLimits
+from atom.structured_output.trials import workers as trial_workers
+from atom.structured_output.trials.messages import TrialLimits
 
 
 def hard(number: int) -> StructuredOutput:

@@ -20,17 +20,18 @@ from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
 from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import EngineRequest, FinishReason, RequestRefusedError
-from atom.model_engine import compiled_grammars, grammar_queue, kv_memory
+from atom.model_engine import compiled_grammars, grammar_queue
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.grammar_queue import GrammarQueue
+from atom.model_engine.start_up import kv_memory
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter
 from atom.spec_decode.grammar import GrammarDrafts
 from atom.stats import total
 from atom.structured_output.base import Grammar, GrammarError
 from atom.structured_output.cache import GrammarCache
-from atom.structured_output.trial_client import TrialProcess
-from atom.structured_output.tried_compiler import TriedCompiler
+from atom.structured_output.trials.client import TrialProcess
+from atom.structured_output.trials.compiler import TriedCompiler
 
 SCHEMA = {
     "type": "object",

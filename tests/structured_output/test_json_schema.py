@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from atom import StructuredOutput
-from atom.structured_output.json_schema import check_schema, relax_schema
+from atom.structured_output.schema.json_schema import check_schema, relax_schema
 from atom.structured_output.schema_grammar import schema_format
 from atom.structured_output.state import is_allowed
 from atom.structured_output.xgrammar_backend import XGrammarBackend

@@ -10,7 +10,7 @@ import pytest
 
 from atom import StructuredOutput
 from atom.structured_output.base import Grammar
-from atom.structured_output.patterns import PatternError, json_rule
+from atom.structured_output.schema.patterns import PatternError, json_rule
 from atom.structured_output.state import is_allowed
 from atom.structured_output.xgrammar_backend import XGrammarBackend
 

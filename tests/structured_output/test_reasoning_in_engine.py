@@ -27,7 +27,7 @@ from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
 from atom.entrypoints.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.parsing.reasoning.formats import Channels, ReasoningFormat, ThinkTags
 from atom.model_engine import compiled_grammars
-from atom.structured_output.trial_messages import TrialLimits
+from atom.structured_output.trials.messages import TrialLimits
 
 SCHEMA = {
     "type": "object",

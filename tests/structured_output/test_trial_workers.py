@@ -15,8 +15,8 @@ from structured_output.pathological import easy, hard
 
 from atom import StructuredOutput
 from atom.structured_output.base import Grammar
-from atom.structured_output.trial_messages import TOO_LONG, TOO_MANY, TrialLimits, Try, Verdict
-from atom.structured_output.trial_workers import TrialWorkers
+from atom.structured_output.trials.messages import TOO_LONG, TOO_MANY, TrialLimits, Try, Verdict
+from atom.structured_output.trials.workers import TrialWorkers
 from atom.structured_output.xgrammar_backend import XGrammarBackend
 
 LIMITS = TrialLimits(slices=(0.1, 0.2), places=1)

@@ -19,8 +19,8 @@ from atom.messages import EngineRequest, RequestRefusedError
 from atom.model_engine.grammar_queue import GrammarQueue
 from atom.structured_output.base import CompileStoppedError
 from atom.structured_output.cache import GrammarCache
-from atom.structured_output.trial_client import TrialProcess
-from atom.structured_output.tried_compiler import TriedCompiler
+from atom.structured_output.trials.client import TrialProcess
+from atom.structured_output.trials.compiler import TriedCompiler
 from atom.structured_output.xgrammar_backend import XGrammarBackend
 
 NUM_HARD = 4
@@ -135,7 +135,7 @@ def test_the_end_of_the_process_is_made_good(create: CreateCache, trials: TrialP
 _ENGINE = """
 import sys
 from atom import StructuredOutput
-from atom.structured_output.trial_client import TrialProcess
+from atom.structured_output.trials.client import TrialProcess
 from atom.structured_output.vocabulary import Vocabulary
 from patience import wait_until
 from structured_output.pathological import hard, settled_worker

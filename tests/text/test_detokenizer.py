@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom.config import ModelOptions
 from atom.model_loader.source import resolve_model
-from atom.model_loader.tokenizer import load_tokenizer
+from atom.model_loader.tokenizers.tokenizer import load_tokenizer
 from atom.text.detokenizer import (
     ByteLevelVocabulary,
     Vocabulary,

@@ -20,17 +20,17 @@ from atom.model_engine.arg_utils import (
     speculation_of,
 )
 from atom.model_loader.source import ModelSource, resolve_model
-from atom.options import check_at_least
+from atom.options.fields import check_at_least
 from atom.platform import default_num_threads, select_platform
-from atom_train.batches import BatchBuilder
 from atom_train.checkpoint import TrainingCheckpoint
-from atom_train.dataset import Dataset, Example, Manifest, replace_file
-from atom_train.held_out import HeldOut
+from atom_train.data.batches import BatchBuilder
+from atom_train.data.dataset import Dataset, Example, Manifest, replace_file
+from atom_train.data.held_out import HeldOut
+from atom_train.data.prompts import DataError
+from atom_train.data.target_probs import TargetProbabilities
 from atom_train.kinds import DraftKind, kind_of
-from atom_train.prompts import DataError
 from atom_train.start import differences, read_exported
 from atom_train.target_parts import load_target_parts
-from atom_train.target_probs import TargetProbabilities
 from atom_train.train import feature_source
 
 HELP = "find the temperature at which a draft's logits race best, and write it into its config"

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from atom_train.prompts import DataError
+from atom_train.data.prompts import DataError
 
 _KEPT = 2
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from atom.models.block_draft.config import BlockDraftConfig
 from atom.models.eagle3.config import Eagle3Config
-from atom_train.prompts import DataError
+from atom_train.data.prompts import DataError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -15,7 +15,7 @@ from atom.model_engine.arg_utils import (
 )
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeStats
-from atom_train.prompts import DataError, PromptFile
+from atom_train.data.prompts import DataError, PromptFile
 
 HELP = "accept length and acceptance per position of a draft on prompt files"
 

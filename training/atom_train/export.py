@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save
 
 from atom_train.checkpoint import TrainingCheckpoint, load_checkpoint
-from atom_train.dataset import replace_file
-from atom_train.prompts import DataError
+from atom_train.data.dataset import replace_file
+from atom_train.data.prompts import DataError
 
 HELP = "write a trained draft in the public checkpoint format"
 

@@ -10,12 +10,12 @@ from transformers import PretrainedConfig
 
 from atom.models.block_draft.config import BlockDraftConfig
 from atom.models.eagle3.config import Eagle3Config
-from atom_train.block_network import TrainingBlockDraft
 from atom_train.draft_config import make_block_config, make_draft_config
-from atom_train.initialise import LinearGuess, initialise
-from atom_train.initialise_block import initialise_block
-from atom_train.layers import TrainedDraft
-from atom_train.network import TrainingDraft
+from atom_train.networks.block_network import TrainingBlockDraft
+from atom_train.networks.initialise import LinearGuess, initialise
+from atom_train.networks.initialise_block import initialise_block
+from atom_train.networks.layers import TrainedDraft
+from atom_train.networks.network import TrainingDraft
 from atom_train.target_parts import TargetParts
 
 

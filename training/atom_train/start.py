@@ -13,13 +13,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from atom_train.checkpoint import Progress, TrainingCheckpoint, load_checkpoint
-from atom_train.dataset import Example
-from atom_train.features import FeatureSource
-from atom_train.initialise import SKIPPED_ROWS, LinearGuess, unfold_whitening, whitening_matrix
+from atom_train.data.dataset import Example
+from atom_train.data.features import FeatureSource
+from atom_train.data.prompts import DataError
+from atom_train.data.vocabulary import choose_vocabulary, count_tokens, soft_counts
 from atom_train.kinds import DraftKind
-from atom_train.prompts import DataError
+from atom_train.networks.initialise import (
+    SKIPPED_ROWS,
+    LinearGuess,
+    unfold_whitening,
+    whitening_matrix,
+)
 from atom_train.target_parts import TargetParts
-from atom_train.vocabulary import choose_vocabulary, count_tokens, soft_counts
 
 logger = logging.getLogger(__name__)
 

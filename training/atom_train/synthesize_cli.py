@@ -18,13 +18,13 @@ from atom.model_engine.arg_utils import (
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.worker import Worker
 from atom.model_loader.source import resolve_model
-from atom.model_loader.tokenizer import load_tokenizer
+from atom.model_loader.tokenizers.tokenizer import load_tokenizer
 from atom.models.base import spread_aux_layer_ids
-from atom.spec_decode.base import NullProposer
-from atom_train.dataset import Manifest, read_indices, text_digest
-from atom_train.prompts import ChatTemplate, DataError, PromptFile, plan_prompts
-from atom_train.recorder import FeatureRecorder
-from atom_train.synthesize import SynthesisOptions, Synthesizer, open_folder
+from atom.spec_decode.proposers.base import NullProposer
+from atom_train.data.dataset import Manifest, read_indices, text_digest
+from atom_train.data.prompts import ChatTemplate, DataError, PromptFile, plan_prompts
+from atom_train.data.recorder import FeatureRecorder
+from atom_train.data.synthesize import SynthesisOptions, Synthesizer, open_folder
 
 HELP = "let the target answer prompts; writes a dataset"
 

@@ -16,20 +16,20 @@ from transformers import PretrainedConfig
 from atom.config import EngineConfig
 from atom.model_loader.source import resolve_model
 from atom.platform import default_num_threads, select_platform
-from atom_train.batches import BatchBuilder
 from atom_train.checkpoint import (
     TrainingCheckpoint,
     checkpoint_files,
     load_checkpoint,
 )
-from atom_train.dataset import Dataset, Example
-from atom_train.features import FeatureSource, StoredFeatures, TargetFeatures
+from atom_train.data.batches import BatchBuilder
+from atom_train.data.dataset import Dataset, Example
+from atom_train.data.features import FeatureSource, StoredFeatures, TargetFeatures
+from atom_train.data.prompts import DataError
+from atom_train.data.target_probs import TargetProbabilities
 from atom_train.kinds import BlockKind, DraftKind, Eagle3Kind
 from atom_train.options import TrainOptions
-from atom_train.prompts import DataError
 from atom_train.start import anew, further
 from atom_train.target_parts import TargetParts, load_target_parts
-from atom_train.target_probs import TargetProbabilities
 from atom_train.trainer import LOG, Trainer
 
 logger = logging.getLogger(__name__)

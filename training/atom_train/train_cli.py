@@ -13,9 +13,9 @@ from atom.model_engine.arg_utils import (
     engine_options,
     speculation_of,
 )
+from atom_train.data.prompts import DataError
 from atom_train.options import TrainOptions
 from atom_train.plot import plot_log
-from atom_train.prompts import DataError
 from atom_train.start import DEFAULT_DRAFT_VOCAB_SIZE
 from atom_train.train import TrainRequest, train
 from atom_train.trainer import LOG

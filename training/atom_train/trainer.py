@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from atom_train.batches import BatchBuilder, batches_from, plan_epoch
 from atom_train.checkpoint import (
     Progress,
     TrainingCheckpoint,
@@ -23,12 +22,13 @@ from atom_train.checkpoint import (
     restore_optimizer,
     save_checkpoint,
 )
-from atom_train.dataset import Example
-from atom_train.held_out import HeldOut
-from atom_train.layers import TrainedDraft, TrainingBatch
-from atom_train.loss import DraftLoss
+from atom_train.data.batches import BatchBuilder, batches_from, plan_epoch
+from atom_train.data.dataset import Example
+from atom_train.data.held_out import HeldOut
+from atom_train.data.target_probs import TargetProbabilities
+from atom_train.networks.layers import TrainedDraft, TrainingBatch
+from atom_train.networks.loss import DraftLoss
 from atom_train.options import TrainOptions
-from atom_train.target_probs import TargetProbabilities
 
 LOG = "log.jsonl"
 # Settings that do not affect the result; a resumed run may change them.

@@ -19,14 +19,14 @@ from atom.model_loader.weights import load_weights
 from atom.model_ops.layer_context import LayerContext
 from atom.models.registry import create_model
 from atom.platform import cpu_platform
-from atom_train.batches import BatchBuilder
 from atom_train.checkpoint import Progress, TrainingCheckpoint
-from atom_train.dataset import Example
+from atom_train.data.batches import BatchBuilder
+from atom_train.data.dataset import Example
+from atom_train.data.target_probs import TargetProbabilities
 from atom_train.export import export_draft
-from atom_train.initialise import LinearGuess
 from atom_train.kinds import BlockKind
+from atom_train.networks.initialise import LinearGuess
 from atom_train.target_parts import TargetParts
-from atom_train.target_probs import TargetProbabilities
 
 HIDDEN, VOCAB, KNOWN, BLOCK, MASK, AUX = 32, 64, 24, 3, 7, (1, 2, 3)
 SIZES: dict[str, Any] = {

@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from atom.bench.repetition import repeated_bigram_share
-from atom_train.dataset import Dataset, Example, Manifest, draw_temperature, write_shard
-from atom_train.prompts import ChatTemplate, DataError, PromptFile, plan_prompts
-from atom_train.repetition import LoopDetector
+from atom_train.data.dataset import Dataset, Example, Manifest, draw_temperature, write_shard
+from atom_train.data.prompts import ChatTemplate, DataError, PromptFile, plan_prompts
+from atom_train.data.repetition import LoopDetector
 
 
 def write_lines(path: Path, *lines: str) -> Path:

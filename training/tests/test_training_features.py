@@ -8,8 +8,8 @@ import torch
 from models import checkpoints
 
 from atom.config import CacheOptions, EngineConfig, ModelOptions
-from atom_train.dataset import Example
-from atom_train.features import TargetFeatures
+from atom_train.data.dataset import Example
+from atom_train.data.features import TargetFeatures
 
 AUX = (1, 2)
 SIZE = 64

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from atom_train.calibrate import table
-from atom_train.dataset import Example
-from atom_train.held_out import HeldOut, race_noise
-from atom_train.layers import TrainingBatch
-from atom_train.loss import DraftLoss
-from atom_train.target_probs import TargetProbabilities
+from atom_train.data.dataset import Example
+from atom_train.data.held_out import HeldOut, race_noise
+from atom_train.data.target_probs import TargetProbabilities
+from atom_train.networks.layers import TrainingBatch
+from atom_train.networks.loss import DraftLoss
 
 ROWS, SIZE, VOCAB = 7, 12, 40
 

@@ -18,12 +18,12 @@ from atom.model_ops.layer_context import LayerContext
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.registry import create_model
 from atom.platform import cpu_platform
-from atom_train.batches import BatchBuilder
 from atom_train.checkpoint import Progress, TrainingCheckpoint
-from atom_train.dataset import Example
+from atom_train.data.batches import BatchBuilder
+from atom_train.data.dataset import Example
+from atom_train.data.target_probs import TargetProbabilities
 from atom_train.export import export_draft
-from atom_train.network import TrainingDraft
-from atom_train.target_probs import TargetProbabilities
+from atom_train.networks.network import TrainingDraft
 
 DEPTH = 4
 HIDDEN, VOCAB = draft_bench.HIDDEN, draft_bench.VOCAB

@@ -13,8 +13,8 @@ from quantised.test_fp8 import BLOCKS, WIDE, pack_blocks
 from atom.config import CacheOptions, EngineConfig, ModelOptions
 from atom.model_loader.source import resolve_model
 from atom.model_ops.kernels.torch import quant as torch_quant
-from atom_train.dataset import Example
-from atom_train.features import TargetFeatures
+from atom_train.data.dataset import Example
+from atom_train.data.features import TargetFeatures
 from atom_train.target_parts import load_target_parts
 
 

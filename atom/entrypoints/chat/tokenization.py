@@ -15,7 +15,7 @@ from atom.entrypoints.http.provider_tools import own_tools
 from atom.entrypoints.parsing.tool_parsers import GENERIC
 from atom.entrypoints.server_options import OptionError
 from atom.messages import ContextLengthError
-from atom.model_loader.plain_tokenizer import PlainTokenizer
+from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer
 from atom.quoting import excerpt
 from atom.text.control_tokens import ControlTokens
 

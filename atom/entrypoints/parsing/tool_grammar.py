@@ -15,8 +15,8 @@ from typing import Any
 from atom.entrypoints.parsing.calls.call_grammar import CallGrammar, tagged
 from atom.entrypoints.parsing.tool_parsers import TOOL_PARSERS
 from atom.quoting import excerpt, quote
-from atom.structured_output.json_schema import lower_schema, relax_schema
 from atom.structured_output.params import StructuredOutput
+from atom.structured_output.schema.json_schema import lower_schema, relax_schema
 from atom.structured_output.tags import (
     ANY_OBJECT,
     Format,

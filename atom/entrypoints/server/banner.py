@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from atom.entrypoints.server_options import ServerOptions
 from atom.model_engine.async_engine import AsyncEngine
+from atom.options.speculative import SpeculativeOptions
 from atom.pooling.engine import PoolingEngine
-from atom.speculative_options import SpeculativeOptions
 from atom.version import __version__
 
 

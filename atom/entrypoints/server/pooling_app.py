@@ -18,7 +18,7 @@ from atom.entrypoints.server.pooling_api import (
     PoolingApi,
 )
 from atom.entrypoints.server_options import OptionError, ServerOptions
-from atom.options import options_of
+from atom.options.fields import options_of
 from atom.pooling.async_engine import AsyncPoolingEngine
 from atom.version import __version__
 

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from atom.command_line import CommandLine, did_you_mean
+from atom.command_line.parser import CommandLine, did_you_mean
 from atom.config import ConfigError
 from atom.entrypoints.terminal.settings import (
     SETTING_FLAGS,

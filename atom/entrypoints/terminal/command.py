@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from atom.command_line import did_you_mean
+from atom.command_line.parser import did_you_mean
 from atom.version import __version__
 
 

@@ -13,7 +13,7 @@ import argparse
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.entrypoints.terminal.command import PROGRAMS, Program
 
 _BASH = """\

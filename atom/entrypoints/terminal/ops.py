@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import (
     add_engine_flags,
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "atom ops") -> int:
     args = parser.parse_args(argv)
     try:
         config = engine_config(**choose_draft(engine_options(args), args.no_speculation))
-        from atom.model_engine.show_ops import describe_ops
+        from atom.model_engine.start_up.show_ops import describe_ops
 
         print(describe_ops(config))
     except ConfigError as error:

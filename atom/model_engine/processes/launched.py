@@ -12,7 +12,7 @@ from atom.config import ConfigError, EngineConfig
 from atom.distributed.launch import LocalRanks
 from atom.distributed.rank_environment import LOOPBACK, RankEnvironment, launched_rank
 from atom.environment import rank_variables
-from atom.parallel_options import DEFAULT_MASTER_PORT, ParallelOptions
+from atom.options.parallel import DEFAULT_MASTER_PORT, ParallelOptions
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from atom.environment import kernel_variables
 from atom.model_loader.drafts.folder import draft_folder
 from atom.model_loader.identity import checkpoint_identity
 from atom.model_loader.source import resolve_model
-from atom.options import options_of
+from atom.options.fields import options_of
 from atom.platform import Platform, num_compute_units, select_platform
 from atom.version import __version__
 

@@ -13,7 +13,7 @@ from atom.config import ConfigError
 from atom.model_loader.drafts.folder import DraftTarget, draft_folder, load_onto
 from atom.models.block_draft.config import BlockDraftConfig
 from atom.models.block_draft.draft import BlockDraft
-from atom.models.config_file import is_there
+from atom.models.config.file import is_there
 
 logger = logging.getLogger(__name__)
 

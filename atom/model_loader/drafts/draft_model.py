@@ -13,7 +13,7 @@ from atom.model_loader.drafts.quantization import online_for_draft
 from atom.model_loader.drafts.tokenizer import TokenMaps, map_tokens
 from atom.model_loader.read_files import has_tokenizer
 from atom.model_loader.source import resolve_model
-from atom.model_loader.tokenizer import tokenizer_folder
+from atom.model_loader.tokenizers.tokenizer import tokenizer_folder
 from atom.model_loader.weights import build_model
 from atom.model_ops.quant.base import UnquantizedConfig
 from atom.model_ops.quant.summary import describe_weights

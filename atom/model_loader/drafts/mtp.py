@@ -17,7 +17,7 @@ from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.models.base import CausalLM
-from atom.models.mtp import MTPParts, MTPTarget, PredictionLayers
+from atom.models.layers.mtp import MTPParts, MTPTarget, PredictionLayers
 
 logger = logging.getLogger(__name__)
 

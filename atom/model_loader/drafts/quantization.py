@@ -13,7 +13,7 @@ from atom.model_loader.safetensors_reader import CheckpointTensor
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import LayerKind, QuantConfig, QuantMethod, UnquantizedConfig
 from atom.model_ops.quant.formats.online import OnlineConfig
-from atom.models.config_file import read_json_object
+from atom.models.config.file import read_json_object
 
 _NUMBERS = ("F64", "F32", "F16", "BF16")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from atom.config import ConfigError
-from atom.model_loader.plain_tokenizer import BYTE_OF_CHAR
 from atom.model_loader.read_files import read_tokenizer
-from atom.models.config_file import check_regular, is_there, read_json, read_json_object
+from atom.model_loader.tokenizers.plain_tokenizer import BYTE_OF_CHAR
+from atom.models.config.file import check_regular, is_there, read_json, read_json_object
 
 # Compared byte by byte; each contains an ordered vocabulary.
 _VOCABULARY_FILES = ("tiktoken.model", "tokenizer.model", "vocab.json")

@@ -17,7 +17,7 @@ from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.gguf.architectures import ARCHITECTURES, Architecture, architecture_of
 from atom.model_loader.gguf.file import GGUFFile
-from atom.models.config_check import check_config
+from atom.models.config.check import check_config
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _DEFAULT_ROPE_THETA = 10000.0

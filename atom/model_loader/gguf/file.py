@@ -19,7 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.gguf.split import split_paths
-from atom.models.config_file import check_regular
+from atom.models.config.file import check_regular
 
 _MAGIC = b"GGUF"
 _LENGTH = struct.Struct("<Q")

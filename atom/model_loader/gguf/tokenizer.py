@@ -28,7 +28,7 @@ from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.gguf.file import GGUFFile
 from atom.model_loader.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from atom.model_loader.plain_tokenizer import MARK, NAMED_TOKENS
+from atom.model_loader.tokenizers.plain_tokenizer import MARK, NAMED_TOKENS
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 # Limits the cost of `_merges_of_scores`, which tries every split of a token.

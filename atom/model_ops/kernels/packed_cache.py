@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
+from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.kernels.aiter.support import refuses_storage, requires
 from atom.model_ops.kernels.probe import EntryPoint, function, lacks_programs
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
-from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.registry import OpQuery
 
 UNIFIED_ATTENTION = EntryPoint(

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atom.config import ConfigError
-from atom.model_ops.metadata import MAX_DECODE_QUERIES
+from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES
 from atom.models.block_draft.formats import BlockFormat, block_fields
-from atom.models.config_check import check_config
+from atom.models.config.check import check_config
+from atom.models.config.model_config import ModelConfig
 from atom.models.draft_fields import (
     Fields,
     mask_token,
@@ -22,7 +23,6 @@ from atom.models.draft_fields import (
 )
 from atom.models.eagle3.aux_layers import AuxLayers
 from atom.models.eagle3.card import expected_acceptance
-from atom.models.model_config import ModelConfig
 from atom.stats import ExpectedAcceptance
 
 # Which keys the queries of a block see, layer by layer.

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
-from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.block_draft.config import BlockDraftConfig

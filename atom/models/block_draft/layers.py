@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from atom.model_ops.attention_block import BlockAttention
+from atom.model_ops.attention.block import BlockAttention
+from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import (
@@ -14,7 +15,6 @@ from atom.model_ops.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.models.block_draft.config import BlockConv, BlockDraftConfig
 from atom.models.llama import LlamaMLP

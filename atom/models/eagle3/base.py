@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
-from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.deepseek_v2 import DeepseekV2Attention

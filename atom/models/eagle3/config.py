@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atom.config import ConfigError
-from atom.models.config_check import check_config
+from atom.models.config.check import check_config
+from atom.models.config.model_config import ModelConfig
 from atom.models.draft_fields import (
     SPECULATORS_KEYS,
     Fields,
@@ -23,7 +24,6 @@ from atom.models.draft_fields import (
 )
 from atom.models.eagle3.aux_layers import AUX_FIELDS, BOUNDARY, AuxLayers
 from atom.models.eagle3.card import expected_acceptance
-from atom.models.model_config import ModelConfig
 from atom.stats import ExpectedAcceptance
 
 if TYPE_CHECKING:

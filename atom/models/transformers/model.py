@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from atom.config import ConfigError
-from atom.model_ops.attention_mha import Attention
+from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput, ModelOutput
+from atom.model_ops.attention.mha import Attention
 from atom.model_ops.embedding import (
     OutputHead,
     ParallelLMHead,
@@ -20,7 +21,6 @@ from atom.model_ops.embedding import (
 )
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
-from atom.model_ops.metadata import AttentionMetadata, ModelInput, ModelOutput
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
 from atom.models.transformers.layers import (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from atom.command_line import CommandLine
+from atom.command_line.parser import CommandLine
 from atom.config import ConfigError, EngineConfig
 from atom.model_engine.arg_utils import (
     add_engine_flags,

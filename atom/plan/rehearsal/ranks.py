@@ -15,9 +15,9 @@ from atom.kv_cache.base import KVCacheBuilder
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
 from atom.model_engine.expert_ranks import check_experts
-from atom.model_engine.planned_graphs import plan_graphs
 from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts, join_parts
+from atom.model_engine.step.planned_graphs import plan_graphs
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
 from atom.model_ops.moe import FusedMoE

@@ -22,20 +22,20 @@ from atom.kv_cache.base import (
     num_spare_blocks,
     plan_kv_cache,
 )
-from atom.model_engine.kv_memory import allocate_pools
-from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.rank import Rank
 from atom.model_engine.runner_parts import create_runner
-from atom.model_engine.same_ops import differences
-from atom.model_engine.warm_up import warm_up_limits
-from atom.model_engine.warm_up_steps import warm_ups
+from atom.model_engine.start_up.kv_memory import allocate_pools
+from atom.model_engine.start_up.largest_steps import largest_steps
+from atom.model_engine.start_up.same_ops import differences
+from atom.model_engine.start_up.warm_up import warm_up_limits
+from atom.model_engine.start_up.warm_up_steps import warm_ups
 from atom.model_loader.quantization import on_platform
 from atom.model_loader.sketch import weight_bytes
 from atom.model_loader.source import ModelSource
 from atom.model_ops.kernels import probe
 from atom.model_ops.moe import FusedMoE
-from atom.model_ops.op_report import OpLine
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.op_report import OpLine
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model

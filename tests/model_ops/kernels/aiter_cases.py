@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from fake_aiter import AITER, ENTRY_POINTS, FakeAiter
 
+from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.kernels import probe
-from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.registry import OpTable
 from atom.platform import Platform, current_platform
 

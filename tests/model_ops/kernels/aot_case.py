@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from atom.model_ops.metadata import AttentionMetadata
+from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.quant.weights import WeightFormat
 from atom.model_ops.registry import PLAIN, Implementation, OpQuery
 from atom.platform import Platform
@@ -64,7 +64,7 @@ class Case:
         return bool(self.batches)
 
     def entry(self) -> Implementation:
-        from atom.model_ops.ops import OPS
+        from atom.model_ops.op_table.ops import OPS
 
         for entry in OPS[self.op]:
             fits = entry.batch_invariant or not self.batch_invariant

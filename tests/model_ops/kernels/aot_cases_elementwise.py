@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from aot_case import Case
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch.carried import CarriedInputs, CarriedTokens
-from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.registry import OpQuery
 
 Arguments = Callable[[OpQuery], tuple[object, ...]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from aot_case import Case, decode_metadata, pool
 
-from atom.model_ops.metadata import KVCacheTensor
+from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.registry import OpQuery
 
 BLOCKS = 1024

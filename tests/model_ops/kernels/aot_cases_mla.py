@@ -7,9 +7,9 @@ import dataclasses
 import torch
 from aot_case import Case, decode_metadata, pool
 
+from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.kernels.triton.attention.list_slots import list_slots
 from atom.model_ops.kernels.triton.mla.mla_absorb import NewLatents, absorb
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import Implementation, OpQuery
 
 RANK, ROPE, NOPE, _V = 512, 64, 128, 128

@@ -24,7 +24,7 @@ from fake_aiter_quant import ActivationType, QuantType
 
 from atom.model_ops.kernels import aiter
 from atom.model_ops.kernels.probe import EntryPoint, Library
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 
 _FILE = Path(__file__).with_name("aiter_signatures.json")
 SIGNATURES: Mapping[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))["functions"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch.carried import CarriedInputs, CarriedTokens
-from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.routing import Routing
 
 BF16 = torch.bfloat16

@@ -20,7 +20,7 @@ from aiter_cases import (
     unknown_lengths,
 )
 
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor
 
 CACHE_OPS = ("kv_cache_write", "paged_attention", "prefill_attention")
 

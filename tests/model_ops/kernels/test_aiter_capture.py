@@ -16,6 +16,7 @@ from fake_aiter import AITER, ENTRY_POINTS
 from fake_aiter_quant import ActivationType, QuantType
 from graphs.test_capture_without_host import nothing_from_the_host
 
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter import mla, quant_linear
 from atom.model_ops.kernels.aiter.moe import prepare_experts
@@ -28,7 +29,6 @@ from atom.model_ops.kernels.aiter.quant import (
     MXFP4,
 )
 from atom.model_ops.kernels.packed_cache import PACKED_ENTRY_POINTS
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 from atom.model_ops.registry import OpTable
 from atom.model_ops.routing import Routing

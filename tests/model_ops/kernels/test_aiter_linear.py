@@ -9,7 +9,7 @@ from fake_aiter import AITER, FakeAiter
 
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.linear import linear_few_rows_into
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable
 
 # More outputs than compute units, which aiter has a small product for.

@@ -24,6 +24,7 @@ from aiter_cases import (
 from fake_aiter import AITER, FakeAiter
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter import mla
 from atom.model_ops.kernels.aiter.mla import SplitTables, leave_units_idle, num_splits
@@ -33,7 +34,6 @@ from atom.model_ops.kernels.torch.mla import (
     mla_rope_and_cache,
     mla_write_and_decode,
 )
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpTable, OpUnavailableError
 from atom.platform import Platform
 

@@ -10,9 +10,9 @@ from aiter_cases import BF16, MI300X, Aiter, check
 from fake_aiter import AITER, Call, FakeAiter
 from test_aiter_mla import Latents, check_mla, latents
 
+from atom.model_ops.attention.metadata import LatentCacheTensor
 from atom.model_ops.kernels import probe
-from atom.model_ops.metadata import LatentCacheTensor
-from atom.model_ops.pool_limits import PoolLimit
+from atom.model_ops.op_table.pool_limits import PoolLimit
 from atom.model_ops.registry import Implementation, OpTable, OpUnavailableError, always
 from atom.platform import Platform
 

@@ -15,10 +15,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from atom.model_engine import largest_steps as steps_module
 from atom.model_engine.arg_utils import engine_config
+from atom.model_engine.start_up import largest_steps as steps_module
+from atom.model_ops.attention.metadata import (
+    MAX_DECODE_QUERIES,
+    AttentionMetadata,
+    LatentCacheTensor,
+)
 from atom.model_ops.kernels.aiter import mla_prefill as prefill_module
-from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, LatentCacheTensor
 
 ROOM = 64
 

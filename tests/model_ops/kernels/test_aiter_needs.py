@@ -19,11 +19,11 @@ from aiter_quant_cases import clone, exact_inputs, random_weights
 from fake_aiter import REQUIREMENTS, REQUIREMENTS_COMMIT, FakeAiter
 from test_aiter_quant_experts import TOLERANCES, sum_experts
 
+from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.moe import prepare_experts
 from atom.model_ops.kernels.aiter.quant import FP8_CHANNEL, MXFP4
-from atom.model_ops.metadata import KVCacheTensor
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.quant.weights import dequantise
 from atom.model_ops.registry import OpTable
 from atom.platform import Platform

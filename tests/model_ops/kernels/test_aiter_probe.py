@@ -11,9 +11,9 @@ from fake_aiter import ENTRY_POINTS, SIGNATURES, DeviationError, FakeAiter, sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.kernels import packed_cache, probe
-from atom.model_ops.metadata import KVCacheTensor
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import (
     PACKED,
     PLAIN,

@@ -24,7 +24,7 @@ from atom.model_ops.kernels.aiter.quant import (
 )
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.moe import FusedMoE
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.quant.formats.table import parse_quantization
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat, dequantise, pack_nibbles
 from atom.model_ops.registry import OpTable, OpUnavailableError

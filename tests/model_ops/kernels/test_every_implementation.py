@@ -21,8 +21,8 @@ from test_aiter import CACHE_OPS, Layer, check_layer, layer
 from test_aiter_mla import MLA_OPS, Latents, check_mla, latents
 
 from atom.graphs.capture import CudaGraphBackend, ReexecuteBackend
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
-from atom.model_ops.ops import OPS
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable, OpUnavailableError, preference
 from atom.platform import Platform, cpu_platform, current_platform, free_memory_bytes
 

@@ -17,10 +17,10 @@ from test_aiter_capture import empty, in_a_graph
 from test_aiter_mla import Latents, latents
 
 from atom.graphs.capture import CudaGraphBackend, ReexecuteBackend
+from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.flash_mla import decode as adapter
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpQuery, OpTable
 from atom.platform import Platform, current_platform
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_triton_attention import metadata_of, random_cache, reference
 
+from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.kernels.gluon import paged_attention as gluon
 from atom.model_ops.kernels.triton.attention.paged_attention import num_splits
-from atom.model_ops.metadata import KVCacheTensor
 from atom.platform import current_platform
 
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}

@@ -9,10 +9,10 @@ import torch
 from fake_aiter import ENTRY_POINTS, FakeAiter
 from test_triton_attention import metadata_of
 
+from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.gluon import paged_attention as gluon
-from atom.model_ops.metadata import KVCacheTensor
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.platform import Platform
 

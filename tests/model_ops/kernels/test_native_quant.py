@@ -19,7 +19,7 @@ from atom.model_ops.kernels.native.linear import linear, logits
 from atom.model_ops.kernels.native.quant_embedding import quant_embedding
 from atom.model_ops.kernels.torch import quant as torch_quant
 from atom.model_ops.kernels.torch.quantise import requantise
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.quant.inputs import wide_inputs
 from atom.model_ops.quant.weights import (
     Activations,

@@ -15,7 +15,7 @@ from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.quant import FP8_CHANNEL, INT8_CHANNEL
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.torch import linear as torch_linear
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import (
     PACKED,
     PLAIN,

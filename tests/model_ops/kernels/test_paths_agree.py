@@ -24,12 +24,12 @@ from transformers import PreTrainedTokenizerFast
 
 from atom.environment import triton_is_interpreted
 from atom.graphs.capture import ReexecuteBackend
-from atom.model_engine import planned_graphs
+from atom.model_engine.step import planned_graphs
 from atom.model_loader import sketch
 from atom.model_ops import layer_context
+from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES
 from atom.model_ops.kernels import probe
-from atom.model_ops.metadata import MAX_DECODE_QUERIES
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import Implementation, OpTable
 from atom.platform import Platform, cpu_platform
 

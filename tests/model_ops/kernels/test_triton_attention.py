@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.kernels.triton.attention import prefill_attention as prefill_module
 from atom.model_ops.kernels.triton.attention.cache_write import kv_cache_write
 from atom.model_ops.kernels.triton.attention.flash import refuses
@@ -21,7 +22,6 @@ from atom.model_ops.kernels.triton.attention.paged_attention import attend as pa
 from atom.model_ops.kernels.triton.attention.paged_attention import num_splits, paged_attention
 from atom.model_ops.kernels.triton.attention.prefill_attention import prefill_attention
 from atom.model_ops.kernels.triton.support import refuses_storage
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 from atom.platform import Platform, current_platform
 

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch import sampling
 from atom.model_ops.kernels.triton.sampling import filter_tokens
 from atom.model_ops.kernels.triton.sampling.filter_tokens import GROUP, last_kept
-from atom.model_ops.metadata import SamplingMetadata
 
 INF = float("inf")
 PART = 4096

@@ -17,6 +17,7 @@ from aot_case import PLATFORMS
 from model_ops.batches import Part, attention_metadata
 
 from atom.environment import triton_is_interpreted
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.model_ops.kernels.triton import activation, rms_norm
 from atom.model_ops.kernels.triton.attention import fixed_splits, invariant_attention, rope_cache
 from atom.model_ops.kernels.triton.mla import invariant_mla, mla_rope_cache
@@ -31,7 +32,6 @@ from atom.model_ops.kernels.triton.products import (
 )
 from atom.model_ops.kernels.triton.products.moe_route import moe_route
 from atom.model_ops.kernels.triton.products.quant_layout import prepare_tiles
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.model_ops.quant.rounding import InputRounding
 from atom.model_ops.quant.weights import Activations
 from atom.model_ops.routing import Routing

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_ops.batches import Part, attention_metadata
 
+from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.kernels.torch import mla as torch_mla
 from atom.model_ops.kernels.triton.attention.prefill_attention import num_splits as prefill_splits
 from atom.model_ops.kernels.triton.mla import mla_decode as decode_module
@@ -22,7 +23,6 @@ from atom.model_ops.kernels.triton.mla.mla_cache_write import mla_cache_write
 from atom.model_ops.kernels.triton.mla.mla_decode import decode_tiles, mla_decode, num_splits
 from atom.model_ops.kernels.triton.mla.mla_prefill import mla_prefill, plan_rounds
 from atom.model_ops.kernels.triton.splits import fewest_that_fill
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 from atom.model_ops.upload import upload
 from atom.platform import Platform

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from atom.model_ops.attention.metadata import LatentCacheTensor
 from atom.model_ops.kernels.torch import elementwise, mla
 from atom.model_ops.kernels.triton.mla.mla_absorb import NewLatents, absorb
-from atom.model_ops.metadata import LatentCacheTensor
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

@@ -35,7 +35,7 @@ from atom.model_ops.kernels.triton.products.quantise import round_rows
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm
 from atom.model_ops.linear import ReplicatedLinear
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.quant.formats.fp8 import Fp8Config
 from atom.model_ops.quant.rounding import InputRounding, QuantInputs, Rows, unrounded
 from atom.model_ops.quant.weights import Activations, WeightFormat

@@ -11,6 +11,7 @@ import torch
 from gluon_interpreter import interpreted
 from test_triton_attention import metadata_of, random_cache
 
+from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.kernels.gluon import paged_attention as gluon
 from atom.model_ops.kernels.torch import attention as torch_heads
 from atom.model_ops.kernels.torch import mla as torch_mla
@@ -19,7 +20,6 @@ from atom.model_ops.kernels.triton.attention.paged_attention import attend
 from atom.model_ops.kernels.triton.mla import invariant_mla
 from atom.model_ops.kernels.triton.mla import mla_decode as decode_module
 from atom.model_ops.kernels.triton.mla.mla_decode import mla_decode
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.platform import current_platform
 
 QUERIES, BLOCK_SIZE, NUM_BLOCKS = 4, 16, 32

@@ -21,7 +21,7 @@ from atom.model_ops.kernels.triton.products.quant_layout import (
 )
 from atom.model_ops.kernels.triton.products.quant_splits import choose_splits, choose_tiles
 from atom.model_ops.kernels.triton.products.quantise import largest_code, round_rows
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.quant.weights import (
     Activations,
     QuantWeights,

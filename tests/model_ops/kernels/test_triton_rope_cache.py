@@ -8,6 +8,7 @@ from fake_aiter import FakeAiter
 from test_triton_attention import FP8, skip_unless_converted
 from test_triton_elementwise import assert_near, random
 
+from atom.model_ops.attention.metadata import KVCacheTensor, LatentCacheTensor
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.packed_cache import PackedLayout
 from atom.model_ops.kernels.torch import attention, elementwise, mla
@@ -18,8 +19,7 @@ from atom.model_ops.kernels.triton.attention.rope_cache import (
     rope_and_cache_packed,
 )
 from atom.model_ops.kernels.triton.mla.mla_rope_cache import mla_rope_and_cache
-from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
-from atom.model_ops.ops import OPS
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpQuery, OpTable
 from atom.platform import Platform
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from model_ops import draft_rows
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch import sampling
 from atom.model_ops.kernels.triton.sampling.choose_drafts import choose_drafts
 from atom.model_ops.kernels.triton.sampling.choose_tokens import (
@@ -20,7 +21,6 @@ from atom.model_ops.kernels.triton.sampling.choose_tokens import (
     row_keys,
 )
 from atom.model_ops.kernels.triton.sampling.mask_tokens import mask_tokens
-from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.noise import random_bits as torch_random_bits
 from atom.model_ops.noise import row_keys as torch_row_keys
 from atom.model_ops.noise import token_hashes

@@ -7,7 +7,7 @@ import pkgutil
 
 from atom.model_ops.kernels import aiter, probe
 from atom.model_ops.kernels.probe import EntryPoint
-from atom.model_ops.op_report import OpLine
+from atom.model_ops.op_table.op_report import OpLine
 from atom.plan.gpus import find_gpu
 from atom.plan.rehearsal.libraries import pretended_library
 from atom.plan.rehearsal.meter import Meter

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atom.entrypoints.parsing.calls.parameter_schemas import type_of
-from atom.structured_output.patterns import PatternError, json_rule
+from atom.structured_output.schema.patterns import PatternError, json_rule
 from atom.structured_output.tags import ANY_OBJECT, Format, literal, one_of, sequence
 
 # (name, type, value) -> one parameter; the type is that of JSON, without integers.

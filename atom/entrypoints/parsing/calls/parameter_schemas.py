@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from atom.structured_output.json_schema import KEYWORDS_OF_TYPES
+from atom.structured_output.schema.json_schema import KEYWORDS_OF_TYPES
 
 _ALL = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _NONE: frozenset[str] = frozenset()

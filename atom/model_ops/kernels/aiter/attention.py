@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries
 from atom.model_ops.kernels.aiter.support import refuses_storage, requires
 from atom.model_ops.kernels.packed_cache import (
@@ -25,7 +26,6 @@ from atom.model_ops.kernels.packed_cache import (
     refuses_packed,
 )
 from atom.model_ops.kernels.probe import function
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 
 _PLAIN, _PACKED = PlainLayout(), PackedLayout()

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from atom.model_ops.attention.metadata import KVCacheTensor, LatentCacheTensor
 from atom.model_ops.kernels.aiter.support import (
     bounded,
     refuses_storage,
@@ -14,7 +15,6 @@ from atom.model_ops.kernels.aiter.support import (
 )
 from atom.model_ops.kernels.packed_cache import WRITE_PACKED, PackedLayout
 from atom.model_ops.kernels.probe import EntryPoint, function
-from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
 
 _WRITE_PLAIN = EntryPoint(
     "aiter.ops.cache:reshape_and_cache_flash",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from atom.environment import op_override
+from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.kernels.aiter.mla_work import MOST_QUERIES, WORK, list_work
 from atom.model_ops.kernels.aiter.sequences import (
     equal_length,
@@ -33,7 +34,6 @@ from atom.model_ops.kernels.triton.attention.list_slots import list_slots
 from atom.model_ops.kernels.triton.mla.mla_absorb import NewLatents, absorb
 from atom.model_ops.kernels.triton.mla.mla_decode import mla_decode as triton_decode
 from atom.model_ops.kernels.triton.support import refuses_parts
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 
 # How aiter's latent decode splits contexts, and the device tables that tell it.

@@ -15,6 +15,11 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
+from atom.model_ops.attention.metadata import (
+    MOST_EXPANDED_TOKENS,
+    AttentionMetadata,
+    LatentCacheTensor,
+)
 from atom.model_ops.kernels.aiter.attention import known_context_lens
 from atom.model_ops.kernels.aiter.sequences import token_starts
 from atom.model_ops.kernels.aiter.support import refuses_storage, requires
@@ -22,7 +27,6 @@ from atom.model_ops.kernels.packed_cache import FLASH_ATTENTION
 from atom.model_ops.kernels.probe import function
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
 from atom.model_ops.kernels.triton.attention.list_slots import list_slots
-from atom.model_ops.metadata import MOST_EXPANDED_TOKENS, AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 
 _MAX_V_HEAD_DIM = 256

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from atom.model_ops.metadata import AttentionMetadata
+from atom.model_ops.attention.metadata import AttentionMetadata
 
 
 @dataclass(frozen=True)

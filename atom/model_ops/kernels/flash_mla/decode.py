@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import torch
 
+from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.probe import EntryPoint, function
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 
 # Earlier releases make a plan of lengths and sizes, and are refused for that.

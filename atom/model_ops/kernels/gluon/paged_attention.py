@@ -18,6 +18,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES, AttentionMetadata, KVCacheTensor
 from atom.model_ops.kernels.triton.attention.flash import cache_arguments, describe
 from atom.model_ops.kernels.triton.attention.paged_attention import (
     launch_in_parts,
@@ -25,7 +26,6 @@ from atom.model_ops.kernels.triton.attention.paged_attention import (
     visible_keys,
 )
 from atom.model_ops.kernels.triton.splits import compute_units, side_by_side
-from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
 

@@ -6,13 +6,13 @@ from typing import TypeGuard
 
 import torch
 
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.kernels.native.bindings import (
     Kernels,
     mismatch,
     num_threads,
     rows_apart,
 )
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 
 _write = Kernels("kv_cache_write", "7P6q")

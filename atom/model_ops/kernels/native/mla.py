@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.kernels.native.attention import describe_sequence, is_scale
 from atom.model_ops.kernels.native.attention import refuses as refuses_storage
 from atom.model_ops.kernels.native.bindings import (
@@ -13,7 +14,6 @@ from atom.model_ops.kernels.native.bindings import (
     num_threads,
     rows_apart,
 )
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 
 _write = Kernels("mla_cache_write", "5P6q")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads
-from atom.model_ops.metadata import SamplingMetadata
 
 _mask = Kernels("mask_tokens", "3P4q")
 _argmax = Kernels("argmax", "2P3q")

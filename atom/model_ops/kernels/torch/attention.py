@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.kernels.torch.elementwise import Rope
 from atom.model_ops.kernels.torch.paged import (
     attention_mask,
@@ -16,7 +17,6 @@ from atom.model_ops.kernels.torch.paged import (
     longest_context,
     write_rows,
 )
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 
 
 class CacheWrite(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from atom.model_ops.metadata import SamplingMetadata
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.noise import exponential_noise, hash_tokens, row_keys, token_hashes
 
 

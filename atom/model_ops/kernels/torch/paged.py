@@ -11,8 +11,8 @@ from itertools import accumulate
 
 import torch
 
+from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise, quantise
-from atom.model_ops.metadata import AttentionMetadata
 from atom.platform import current_platform
 
 

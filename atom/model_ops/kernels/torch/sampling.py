@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from atom.model_ops.metadata import SamplingMetadata
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.noise import exponential_noise, row_keys, token_hashes
 
 # The number of most likely tokens that a filtered row sorts first; flat rows need more.

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.kernels.triton.attention.flash import describe
-from atom.model_ops.metadata import KVCacheTensor
 
 _LARGEST_TILE = 1024
 

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.kernels.triton.support import refuses_storage
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 
 LOG2_E = 1.4426950408889634

@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.kernels.triton.attention.fixed_splits import in_rounds, num_seen_splits
 from atom.model_ops.kernels.triton.attention.paged_attention import attend_fixed_splits
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 
 
 def paged_attention(

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.kernels.triton.attention.flash import (
     DECODE_TILE_BYTES,
     cache_arguments,
@@ -26,7 +27,6 @@ from atom.model_ops.kernels.triton.attention.flash import (
     visit_keys,
 )
 from atom.model_ops.kernels.triton.splits import compute_units, fewest_that_fill, side_by_side
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.platform import Platform, current_platform
 
 # Programs that a unit runs side by side, by bytes of a stored number: of a small tile of rows, and

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.kernels.triton.attention.flash import (
     PREFILL_TILE_BYTES,
     SMALLEST_TILE,
@@ -28,7 +29,6 @@ from atom.model_ops.kernels.triton.attention.flash import (
 )
 from atom.model_ops.kernels.triton.attention.paged_attention import launch_in_parts, visible_keys
 from atom.model_ops.kernels.triton.splits import compute_units, fewest_that_fill, side_by_side
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.platform import Platform, current_platform
 
 # Keys of a split: with fewer, joining costs more than it saves.

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.kernels import packed_cache
 from atom.model_ops.kernels.torch.attention import CacheWrite
 from atom.model_ops.kernels.torch.elementwise import Rope
@@ -13,7 +14,6 @@ from atom.model_ops.kernels.triton.attention.cache_write import quantize
 from atom.model_ops.kernels.triton.attention.flash import describe
 from atom.model_ops.kernels.triton.rope import load_angles, rotate_heads, rotated
 from atom.model_ops.kernels.triton.support import refuses_parts, refuses_storage
-from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.registry import OpQuery
 
 # Pairs of elements per program: several heads, so that angles are loaded once for all of them.

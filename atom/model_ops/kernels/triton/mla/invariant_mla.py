@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
+from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.kernels.triton.attention.fixed_splits import in_rounds, num_splits
 from atom.model_ops.kernels.triton.mla.mla_decode import attend_fixed_splits
 from atom.model_ops.kernels.triton.products.linear import matrix_products
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.platform import current_platform
 
 

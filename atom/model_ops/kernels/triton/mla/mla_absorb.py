@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import LatentCacheTensor
 from atom.model_ops.kernels.triton.attention.flash import padded
 from atom.model_ops.kernels.triton.attention.rope_cache import store_rounded
 from atom.model_ops.kernels.triton.rope import load_angles, rotated
-from atom.model_ops.metadata import LatentCacheTensor
 
 # Columns of the latent per program, and the most tokens: more share the weights that it loads.
 _COLUMNS = 128

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import LatentCacheTensor
 from atom.model_ops.kernels.triton.attention.cache_write import quantize
 from atom.model_ops.kernels.triton.attention.flash import padded
-from atom.model_ops.metadata import LatentCacheTensor
 
 _TOKENS = 4
 

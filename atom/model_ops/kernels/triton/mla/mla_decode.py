@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.kernels.triton.attention.flash import (
     LOG2_E,
     join,
@@ -31,7 +32,6 @@ from atom.model_ops.kernels.triton.attention.flash import (
 )
 from atom.model_ops.kernels.triton.splits import compute_units, fewest_that_fill, side_by_side
 from atom.model_ops.kernels.triton.support import refuses_storage
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 from atom.platform import Platform, current_platform
 

@@ -29,6 +29,11 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import (
+    MOST_EXPANDED_TOKENS,
+    AttentionMetadata,
+    LatentCacheTensor,
+)
 from atom.model_ops.kernels.torch.mla import absorb_limit
 from atom.model_ops.kernels.triton.attention.flash import (
     LOG2_E,
@@ -41,7 +46,6 @@ from atom.model_ops.kernels.triton.attention.paged_attention import join_parts
 from atom.model_ops.kernels.triton.attention.prefill_attention import num_splits
 from atom.model_ops.kernels.triton.mla.mla_decode import attend_absorbed
 from atom.model_ops.kernels.triton.splits import compute_units, side_by_side
-from atom.model_ops.metadata import MOST_EXPANDED_TOKENS, AttentionMetadata, LatentCacheTensor
 from atom.model_ops.upload import upload
 from atom.platform import current_platform
 

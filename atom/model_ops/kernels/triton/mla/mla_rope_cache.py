@@ -8,13 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import LatentCacheTensor
 from atom.model_ops.kernels.torch.elementwise import Rope
 from atom.model_ops.kernels.torch.mla import LatentWrite
 from atom.model_ops.kernels.triton.attention.flash import describe
 from atom.model_ops.kernels.triton.attention.rope_cache import store_rounded
 from atom.model_ops.kernels.triton.rope import load_angles, rotated
 from atom.model_ops.kernels.triton.support import refuses_parts, refuses_storage
-from atom.model_ops.metadata import LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 
 # Elements per program: several heads, so that angles are loaded once for all of them.

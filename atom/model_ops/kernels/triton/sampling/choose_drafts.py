@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.triton.sampling.choose_tokens import run_race
 from atom.model_ops.kernels.triton.sampling.scores import (
     INT_MAX,
@@ -15,7 +16,6 @@ from atom.model_ops.kernels.triton.sampling.scores import (
     score_of,
     weights_of,
 )
-from atom.model_ops.metadata import SamplingMetadata
 
 
 @triton.jit

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.triton.sampling.filter_tokens import GROUP, last_kept
 from atom.model_ops.kernels.triton.sampling.scores import (
     INT_MAX,
@@ -31,7 +32,6 @@ from atom.model_ops.kernels.triton.sampling.scores import (
     score_of,
     weights_of,
 )
-from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
 

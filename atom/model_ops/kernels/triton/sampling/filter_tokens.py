@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.triton.sampling.scores import (
     INT_MAX,
     INT_MIN,
@@ -33,7 +34,6 @@ from atom.model_ops.kernels.triton.sampling.scores import (
     score_of,
     weights_of,
 )
-from atom.model_ops.metadata import SamplingMetadata
 
 GROUP = 64
 _BINS = 2048

@@ -1,0 +1,149 @@
+"""Allocates the KV cache of a rank: as many blocks as memory allows beside the largest steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from atom.batch import RankStep
+from atom.config import ConfigError
+from atom.kv_cache.base import KVCacheBuilder, KVCacheMemoryError, num_spare_blocks, plan_kv_cache
+from atom.kv_cache.builders import attention_layers, bind_kv_caches
+from atom.kv_cache.memory import check_room, kv_cache_budget
+from atom.kv_cache.paged import PagedCache
+from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.rank import Rank, dtype_name
+from atom.model_engine.rank_parts import RankParts
+from atom.model_engine.runner_parts import create_runner
+from atom.model_engine.start_up.largest_steps import largest_steps
+from atom.model_engine.start_up.same_ops import check_same_ops
+from atom.sampling.failure import SamplingFailedError
+from atom.spec_decode.drafter import Drafter
+
+logger = logging.getLogger(__name__)
+
+
+def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
+    """Size the pool, allocate it and bind it to the attention layers. Returns its blocks.
+
+    Args:
+        runner: has the graphs that will be captured.
+
+    Raises:
+        KVCacheMemoryError: when there is too little memory, with the numbers.
+    """
+    block_size, scheduler = rank.config.cache.block_size, rank.config.scheduler
+    layers = attention_layers(parts.model)
+    builders: list[KVCacheBuilder] = [
+        PagedCache(layers, block_size, rank.storage, rank.context.device),
+        *parts.proposer.kv_cache_builders,
+    ]
+
+    def profile() -> None:
+        allocate_pools(rank, builders, parts, 1)
+        _run_largest_steps(rank, parts)
+
+    graph_bytes = runner.steps.estimate_graph_bytes
+    budget = kv_cache_budget(
+        rank.config.cache, rank.platform, profile, graph_bytes, rank.groups.num_local
+    )
+    plan = plan_kv_cache(
+        budget,
+        [builder.compute_block_bytes() for builder in builders],
+        block_size,
+        # Every sequence has blocks of its own.
+        scheduler.max_num_seqs * block_size * -(-rank.context.max_model_len // block_size),
+        num_spare_blocks(rank.context.device),
+    )
+    num_blocks = min(own for (own,) in rank.groups.tp_cpu.exchange([plan.num_blocks]))
+    if rank.config.cache.kv_cache_memory is not None:
+        # By now all ranks have loaded their weights.
+        check_room(num_blocks * plan.block_bytes, rank.platform, rank.groups.num_local)
+    allocate_pools(rank, builders, parts, num_blocks)
+    if rank.groups.is_first:
+        _log_limits(rank, plan.block_bytes)
+    return num_blocks
+
+
+def fit_context(rank: Rank, num_blocks: int) -> int:
+    """The context length, reduced to what the KV cache can hold.
+
+    Raises:
+        ConfigError: when the user asked for more than fits.
+    """
+    context_len = rank.context.max_model_len
+    capacity = num_blocks * rank.config.cache.block_size
+    if capacity >= context_len:
+        return context_len
+    if rank.config.model.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len={context_len} needs {context_len} tokens of KV cache and there is "
+            f"memory for {capacity} in {dtype_name(rank.storage)}; lower it, or raise "
+            f"--kv-cache-memory"
+        )
+    logger.warning(
+        "the KV cache holds %d tokens in %s, so the context is that instead of %d",
+        capacity,
+        dtype_name(rank.storage),
+        context_len,
+    )
+    return capacity
+
+
+def allocate_pools(
+    rank: Rank, builders: Sequence[KVCacheBuilder], parts: RankParts, num_blocks: int
+) -> None:
+    """Allocate pools of so many blocks and bind the layers of a rank's models to them."""
+    for builder in builders:
+        builder.allocate_kv_cache_tensors(num_blocks)
+    for model in parts.models:
+        bind_kv_caches(model, builders)
+    # Which has chosen ops by the size of the pool.
+    check_same_ops(rank.groups, rank.context.ops)
+
+
+def _log_limits(rank: Rank, block_bytes: int) -> None:
+    """Warn of implementations that run for a smaller pool only, and say which."""
+    num_spare = num_spare_blocks(rank.context.device)
+    for limit in rank.context.ops.pool_limits():
+        logger.warning(
+            "%s does not run %s: %s; with --kv-cache-memory %d (%d blocks of %d tokens) it does",
+            limit.name,
+            " and ".join(limit.ops),
+            limit.reason,
+            limit.most_blocks * block_bytes,
+            limit.most_blocks - num_spare,
+            rank.config.cache.block_size,
+        )
+
+
+def _run_largest_steps(rank: Rank, parts: RankParts) -> None:
+    """Run the steps that need the most memory, with a pool of one block.
+
+    Raises:
+        KVCacheMemoryError: when the device runs out of memory.
+    """
+    # Always the full number of drafts, and these steps do not count in choosing their number.
+    drafter = Drafter(parts.proposer, "largest", None, None, waiting_is_free=False)
+    runner = create_runner(rank, replace(parts, drafter=drafter))
+    context_len, most = rank.context.max_model_len, parts.drafter.max_drafts
+    try:
+        for batch in largest_steps(rank.config, context_len, most, rank.vocab_size):
+            if rank.groups.is_first:
+                runner.launch(batch).collect()
+            else:
+                runner.follow(RankStep.of(batch, drafter.max_drafts))
+    except (torch.OutOfMemoryError, SamplingFailedError) as failed:
+        error = failed.cause if isinstance(failed, SamplingFailedError) else failed
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise error from None
+        scheduler = rank.config.scheduler
+        raise KVCacheMemoryError(
+            f"the device has no memory for the largest step that the options allow "
+            f"({scheduler.max_num_batched_tokens} tokens, {scheduler.max_num_seqs} sequences "
+            f"of up to {context_len} tokens, {most} drafts each): {error}; lower "
+            f"--max-num-batched-tokens, --max-num-seqs or --max-model-len"
+        ) from error

@@ -1,0 +1,262 @@
+"""What each row's last step leaves on the device for the next one.
+
+A step that is launched ahead begins with tokens that the host does not know yet: the newest token
+of a sequence and its drafts, at a position that depends on how many drafts were accepted. They are
+written into the step's inputs on the device. Drafts that the host has looked up take the place of
+those that the last step left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from atom.batch import ScheduledSequence
+from atom.distributed.parallel_state import SINGLE, ParallelGroup
+from atom.graphs.staging import StagingBuffer
+from atom.kv_cache.block_tables import BlockTables
+from atom.model_ops.attention.metadata import ModelInput
+from atom.model_ops.kernels.torch import carried as torch_ops
+from atom.model_ops.kernels.torch.carried import CarriedInputs, CarriedTokens
+from atom.model_ops.registry import OpTable
+from atom.sampling.plan import RowLayout, SamplePlan
+from atom.sampling.sampler import Verified
+
+TakeOp = Callable[[CarriedTokens, CarriedInputs, torch.Tensor, int, torch.Tensor, int], None]
+LeaveOp = Callable[
+    [
+        CarriedTokens,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor | None,
+    ],
+    None,
+]
+
+
+@dataclass(frozen=True)
+class CarriedAcceptance:
+    """Synthetic acceptance of A sequences that are ahead, at each place where they may be.
+
+    Attributes:
+        which: [A] int64, of the S sampled sequences.
+        most: [A] int64, the highest position that the newest token may have.
+        counts: [1 + k, A] int64, accepted drafts by how much lower it is.
+    """
+
+    which: torch.Tensor
+    most: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CarriedPlan:
+    """Which rows of a step take what was left, and which leave something; valid after the send.
+
+    Attributes:
+        taken, num_newest: as the op `take_carried` has them; None if no sequence is ahead.
+        left: as the op `leave_carried` has it.
+        known: [2, n] int64, places in `CarriedTokens.token_ids`, flattened, and the drafts of the
+            host that belong there; None if there are none.
+        acceptance: where it is synthetic.
+    """
+
+    taken: torch.Tensor | None
+    num_newest: int
+    left: torch.Tensor
+    known: torch.Tensor | None = None
+    acceptance: CarriedAcceptance | None = None
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where tokens are taken and left, on the host: the same in each step of the same layout.
+
+    Attributes:
+        layout, ahead: what it is made of.
+        taken, left: as the ops have them.
+    """
+
+    layout: RowLayout
+    ahead: np.ndarray
+    taken: np.ndarray
+    left: np.ndarray
+
+    @classmethod
+    def of(
+        cls, layout: RowLayout, ahead: np.ndarray, rows: np.ndarray, query_lens: np.ndarray
+    ) -> _Places:
+        """Args:
+        ahead: which of the S sampled sequences are.
+        rows: [S], the sequences' rows.
+        query_lens: [B], rows of each sequence in the forward pass.
+        """
+        first = layout.logits_indices[layout.first]
+        num_drafts = layout.num_drafts[ahead]
+        # The newest tokens of all of them, then the drafts.
+        owners = np.concatenate(
+            (np.arange(len(ahead)), np.repeat(np.arange(len(ahead)), num_drafts))
+        )
+        own = ahead[owners]
+        begins = np.cumsum(num_drafts) - num_drafts
+        later = np.arange(num_drafts.sum()) - np.repeat(begins, num_drafts)
+        offsets = np.concatenate((np.zeros(len(ahead), dtype=np.int64), later + 1))
+        indices = np.array(layout.indices, dtype=np.int64)[ahead]
+        targets = np.concatenate((indices, ahead[owners[len(ahead) :]] * layout.most + later))
+        columns = (
+            rows[own],
+            offsets,
+            first[own] + offsets,
+            layout.first[own] + offsets,
+            targets,
+            query_lens[indices][owners],
+        )
+        return cls(layout, ahead, np.stack(columns), np.stack((rows, first)))
+
+    def fit(self, layout: RowLayout, ahead: np.ndarray) -> bool:
+        """Whether they are those of a step: a repeated step has its layout itself."""
+        return layout is self.layout and np.array_equal(ahead, self.ahead)
+
+
+class CarriedRows:
+    """The newest token, drafts and position of each row, on the device.
+
+    Args:
+        most_drafts: of a sequence.
+        take, leave: the ops of these names.
+        group: the ranks that take part in each step; the first one's drafts are left on all.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        most_drafts: int,
+        device: torch.device,
+        take: TakeOp = torch_ops.take_carried,
+        leave: LeaveOp = torch_ops.leave_carried,
+        group: ParallelGroup = SINGLE,
+    ) -> None:
+        self._carried = CarriedTokens(
+            torch.zeros(num_rows, 1 + most_drafts, dtype=torch.int64, device=device),
+            torch.zeros(num_rows, dtype=torch.int64, device=device),
+        )
+        # A step accepts from none to all of its drafts.
+        self._num_places = 1 + most_drafts
+        self._places: _Places | None = None
+        self._take = take
+        self._leave = leave
+        self._group = group
+
+    @classmethod
+    def create(
+        cls,
+        num_rows: int,
+        most_drafts: int,
+        device: torch.device,
+        ops: OpTable,
+        group: ParallelGroup,
+    ) -> CarriedRows:
+        """With the platform's ops."""
+        take = ops.resolve("take_carried", torch.float32)
+        leave = ops.resolve("leave_carried", torch.float32)
+        return cls(num_rows, most_drafts, device, take, leave, group)
+
+    def put(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        plan: SamplePlan,
+        query_lens: Sequence[int],
+        staging: StagingBuffer,
+    ) -> CarriedPlan:
+        """Stage which rows take and leave something; the step's own inputs are staged already.
+
+        Args:
+            query_lens: [B], rows of each sequence in the forward pass.
+        """
+        layout = plan.layout
+        # Of the S sampled sequences, those ahead.
+        ahead = np.flatnonzero([sequences[i].is_ahead for i in layout.indices])
+        if self._places is None or not self._places.fit(layout, ahead):
+            rows = np.array([sequences[i].row for i in layout.indices], dtype=np.int64)
+            self._places = _Places.of(layout, ahead, rows, np.array(query_lens))
+        places = self._places
+        left = staging.put(places.left)
+        if not len(ahead):
+            return CarriedPlan(None, 0, left)
+        taken, acceptance = staging.put(places.taken), None
+        known = self._known(sequences)
+        if plan.synthetic is not None:
+            starts = np.array([sequences[i].start for i in layout.indices], dtype=np.int64)
+            counts = [plan.synthetic.at(starts - less)[ahead] for less in range(self._num_places)]
+            parts = ahead, starts[ahead], np.stack(counts)
+            acceptance = CarriedAcceptance(*(staging.put(part) for part in parts))
+        there = None if known is None else staging.put(known)
+        return CarriedPlan(taken, len(ahead), left, there, acceptance)
+
+    def _known(self, sequences: Sequence[ScheduledSequence]) -> np.ndarray | None:
+        """Where the host's own drafts belong, and these, as in a `CarriedPlan`."""
+        owners = [s for s in sequences if s.knows_drafts and s.num_drafts]
+        if not owners:
+            return None
+        first = [s.row * self._num_places + 1 for s in owners]
+        places = [
+            start + i for start, s in zip(first, owners, strict=True) for i in range(s.num_drafts)
+        ]
+        return np.array([places, [t for s in owners for t in s.draft_token_ids]], dtype=np.int64)
+
+    def take(
+        self,
+        plan: CarriedPlan,
+        model_input: ModelInput,
+        sample: SamplePlan,
+        next_token_ids: torch.Tensor | None,
+        tables: BlockTables,
+        block_size: int,
+    ) -> None:
+        """Write into the inputs of a step what the last one left."""
+        if plan.taken is None:
+            return
+        if plan.known is not None:
+            self._carried.token_ids.view(-1).index_copy_(0, *plan.known)
+        inputs = CarriedInputs(
+            model_input.input_ids,
+            model_input.positions,
+            model_input.attention.slot_mapping,
+            model_input.attention.context_lens,
+            next_token_ids,
+            sample.positions,
+            sample.drafts,
+        )
+        self._take(self._carried, inputs, plan.taken, plan.num_newest, tables.on_device, block_size)
+        if plan.acceptance is not None:
+            assert sample.synthetic is not None
+            own = plan.acceptance
+            less = own.most - self._carried.positions[plan.taken[0, : plan.num_newest]]
+            sample.synthetic.counts[own.which] = own.counts.gather(0, less[None])[0]
+
+    def leave(
+        self,
+        plan: CarriedPlan,
+        verified: Verified,
+        model_input: ModelInput,
+        drafts: torch.Tensor | None,
+    ) -> None:
+        """Leave a step's tokens and drafts for the next one."""
+        if not plan.left.shape[1]:
+            return
+        if drafts is not None and drafts.shape[1]:
+            # Ranks agree on tokens, but each has made drafts by itself.
+            drafts = self._group.broadcast(drafts.contiguous())
+        self._leave(
+            self._carried,
+            plan.left,
+            verified.token_ids,
+            verified.num_accepted,
+            model_input.positions,
+            drafts,
+        )

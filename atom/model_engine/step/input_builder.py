@@ -1,0 +1,397 @@
+"""Builds a step's device inputs from a scheduled batch, with one host-to-device copy."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import add
+from typing import Any
+
+import numpy as np
+import torch
+
+from atom.batch import ScheduledBatch, ScheduledSequence
+from atom.graphs.capture import Bucket, GraphPlan
+from atom.graphs.recorded import Recording
+from atom.graphs.runner import FitOp, GraphKey
+from atom.graphs.staging import StagingBuffer
+from atom.kv_cache.block_tables import BlockTables, StepTables
+from atom.model_engine.step.carried_rows import CarriedPlan, CarriedRows
+from atom.model_engine.step.step_layout import StepLayout, StepLayoutCache, layout_of
+from atom.model_engine.step.step_places import GraphInput, Places, Shape, TakeOp
+from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES, AttentionMetadata, ModelInput
+from atom.model_ops.kernels.torch.gather import take_inputs
+from atom.sampling.plan import SamplePlan
+from atom.sampling.sampler import Sampler
+
+# Staging buffer bytes for each token, for each sequence, and a constant part.
+_TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 160, 512, 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """The device inputs of one step.
+
+    Attributes:
+        model_input: T tokens of B sequences.
+        graph: the graph to replay; None to run eagerly.
+        sample: which rows are sampled, and how.
+        next_token_ids: [T] int64, the known token after each row; undefined for sampled rows. None
+            without a proposer that reads steps.
+        sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
+        draft_sampling_rows: [S] int64, the sampled sequences' rows; None when all are greedy, or
+            without a proposer that reads steps.
+        is_decode: whether each sequence has its last known token, even of its prompt, and its
+            drafts, and no others.
+        is_replayable: whether other steps have the same shapes, as steps that decode do, and all
+            that the model's layers read and that differs between them is in tensors.
+        samples_on_device: whether that holds for the choice of tokens, too.
+        carried: what passes from step to step on the device; None if steps do not overlap.
+        recordings: of work on these inputs.
+    """
+
+    model_input: ModelInput
+    graph: GraphKey | None
+    sample: SamplePlan
+    next_token_ids: torch.Tensor | None
+    sampled: torch.Tensor | None
+    draft_sampling_rows: torch.Tensor | None
+    is_decode: bool
+    is_replayable: bool
+    samples_on_device: bool
+    carried: CarriedPlan | None
+    recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
+
+
+class InputBuilder:
+    """Writes a batch into a staging buffer and copies it to the device.
+
+    Attributes:
+        staging: the staging buffer.
+
+    Args:
+        fit: chooses the graph for a batch.
+        plan: the graph plan; None if every step runs eagerly.
+        max_num_tokens, max_num_seqs: limits of a step.
+        max_model_len: limit of a context.
+        drafts: whether to compute `next_token_ids`, which proposers read.
+        in_place: whether the inputs of steps with the same shapes are at the same addresses.
+        carried: what passes from step to step on the device; None if steps do not overlap.
+        take: the op `take_inputs`, in graphs.
+        ragged_len: the longest query of steps whose queries differ in length, at least, so that
+            more of them recur.
+        selects_rows: whether steps that do not recur may name the rows that are read.
+    """
+
+    def __init__(
+        self,
+        fit: FitOp,
+        sampler: Sampler,
+        plan: GraphPlan | None,
+        *,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        drafts: bool,
+        in_place: bool = False,
+        carried: CarriedRows | None = None,
+        take: TakeOp = take_inputs,
+        ragged_len: int = 0,
+        selects_rows: bool = False,
+    ) -> None:
+        most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
+        num_bytes = most * _TOKEN_BYTES + max_num_seqs * _SEQUENCE_BYTES + _MORE_BYTES
+        self._fit = fit
+        self._sampler = sampler
+        self._block_size = block_size
+        self._drafts = drafts
+        self._carried = carried
+        self._take = take
+        self._ragged_len = ragged_len
+        self._selects_rows = selects_rows
+        self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
+        self._kept = StepLayoutCache()
+        width = -(-max_model_len // block_size)
+        if plan is not None:  # the last bound has room for padding behind the longest context
+            width = max(width, plan.table_width)
+        self._tables = BlockTables(max_num_seqs, width, device)
+        self._no_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        self._step_tables = StepTables(self._tables) if in_place else None
+        self._graph_tables = None
+        if plan is not None:
+            shape = plan.batch_sizes[-1], plan.table_width
+            self._graph_tables = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def graph_input(self, bucket: Bucket, query_len: int) -> GraphInput:
+        """The inputs to capture a graph on: all padding, at the addresses that replays will use."""
+        assert self._graph_tables is not None
+        out = self._graph_tables[: bucket.batch_size]
+        model_input, places = self._padding(out, query_len, bucket.max_context_len, captured=True)
+        tables = self._tables.on_device[:, : out.shape[1]]
+        return GraphInput(
+            model_input,
+            places.sources_dev,
+            places.rows_dev,
+            places.num_drafts_dev,
+            places.successors_dev if self._drafts else None,
+            tables,
+            self._take,
+        )
+
+    def padding(self) -> ModelInput:
+        """One padding row."""
+        row, _ = self._padding(self._no_table, 1, 1, captured=False)
+        return replace(row, attention=replace(row.attention, context_lens_cpu=(1,)))
+
+    def _padding(
+        self, block_tables: torch.Tensor, query_len: int, max_context_len: int, *, captured: bool
+    ) -> tuple[ModelInput, Places]:
+        size = len(block_tables)
+        self.staging.restart()
+        tokens = size * query_len
+        places = Places(self.staging, tokens, size, drafts=self._drafts, captured=captured)
+        places.pad(query_len, np.arange(0))
+        self.staging.send()
+        model_input = ModelInput(
+            places.input_ids_dev,
+            places.positions_dev,
+            AttentionMetadata(
+                slot_mapping=places.slots_dev,
+                block_tables=block_tables,
+                block_counts=places.block_counts_dev,
+                context_lens=places.context_lens_dev,
+                cu_seqlens_q=places.starts_dev,
+                max_seqlen_q=query_len,
+                max_context_len=max_context_len,
+                query_lens_cpu=(query_len,) * size,
+                context_lens_cpu=None,
+                padding_lens=places.padding_dev if captured and query_len > 1 else None,
+            ),
+        )
+        return model_input, places
+
+    def build(self, batch: ScheduledBatch) -> StepInput:
+        """Write all inputs of the step and start their copy to the device."""
+        sequences = batch.sequences
+        if batch.new or batch.freed_rows:
+            self._kept.forget()
+        layout = layout_of(sequences)
+        kept = self._kept.find(layout)
+        if kept is not None and (step := self._repeat(kept, sequences)) is not None:
+            return step
+        shape = Shape(sequences, self._fit, self._ragged_len)
+        graph = shape.graph
+        self.staging.restart()
+        size, tokens = shape.num_sequences, shape.num_rows
+        if graph is not None:
+            size, tokens = graph.batch_size, graph.num_rows
+        captured = graph is not None
+        places = Places(self.staging, tokens, size, drafts=self._drafts, captured=captured)
+        if graph is not None:
+            places.pad(graph.query_len, shape.places)
+        self._tables.grow(sequences)
+        self._fill(places, sequences, shape)
+        input_ids = places.input_ids[: shape.num_rows]
+        next_token_ids = self._put_shifted_input_ids(places, sequences, shape)
+        sample = self._sampler.lay_out(
+            batch,
+            shape.rows,
+            input_ids,
+            places.positions[: shape.num_rows],
+            shape.ends,
+            self.staging,
+        )
+        indices = sample.layout.indices
+        sampled, is_sampled = None, next_token_ids is not None and sample.rows is not None
+        draft_sampling_rows = places.rows_dev[: shape.num_sequences] if is_sampled else None
+        if len(indices) != len(sequences):
+            sampled = self.staging.put(np.array(indices, dtype=np.int64))
+            draft_sampling_rows = self.staging.put(shape.rows[indices]) if is_sampled else None
+        is_replayable = (
+            sampled is None and not batch.new and shape.longest_query <= MAX_DECODE_QUERIES
+        )
+        samples_on_device = is_replayable and sample.samples_on_device
+        rest = (graph, sample, next_token_ids)
+        keeps = samples_on_device or (
+            is_replayable and self._step_tables is not None and not sample.prompts
+        )
+        words = self.staging.words() if layout is not None and keeps else None
+        # Last, since their number changes between steps that are otherwise the same.
+        carried = self._send(sequences, sample, shape.lens)
+        model_input = self._model_input(places, sequences, shape, graph)
+        if self._selects_rows and graph is None and not is_replayable and not sample.prompts:
+            model_input = replace(model_input, output_rows=sample.logits_indices)
+        self._take_carried(carried, model_input, sample, next_token_ids)
+        if words is not None:
+            first = (sequences, model_input, graph, sample, next_token_ids)
+            where = (places.rows_dev, draft_sampling_rows, shape.places)
+            own = StepLayout.of(*first, *where, self.staging, words)
+            self._kept.add(layout, own)
+        is_decode = layout is not None
+        how = is_decode, is_replayable, samples_on_device
+        return StepInput(model_input, *rest, sampled, draft_sampling_rows, *how, carried)
+
+    def _repeat(self, kept: StepLayout, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
+        """A step of a known layout; None if it needs another graph, or the host has no say in it
+        any more.
+        """
+        attention = kept.model_input.attention
+        starts = [s.start for s in sequences]
+        longest_query = max(len(s.token_ids) for s in sequences)
+        if self._fit(len(sequences), longest_query, max(starts)) != kept.graph:
+            return None
+        context_lens = tuple(map(add, starts, attention.query_lens_cpu))
+        self.staging.repeat(kept.words)
+        sample = kept.sample
+        if not kept.samples_on_device:
+            now = self._sampler.lay_out_again(sample, sequences, self.staging)
+            if now is None:
+                return None
+            sample = now
+        self._tables.grow(sequences)
+        kept.fill(sequences, context_lens, self._tables, self._block_size)
+        carried = self._send(sequences, sample, attention.query_lens_cpu)
+        tables = self._select_tables(sequences, kept.rows_dev, kept.graph)
+        if self._step_tables is not None and carried is None:
+            step = self._kept_input(kept, tables)
+            return step if kept.samples_on_device else replace(step, sample=sample)
+        attention = replace(
+            attention,
+            block_tables=tables,
+            max_context_len=max(context_lens),
+            context_lens_cpu=_known(sequences, context_lens),
+            most_context_cpu=context_lens,
+        )
+        step = _input_of(kept, attention, carried)
+        self._take_carried(carried, step.model_input, sample, kept.next_token_ids)
+        return step if kept.samples_on_device else replace(step, sample=sample)
+
+    def _kept_input(self, kept: StepLayout, tables: torch.Tensor) -> StepInput:
+        """The same for all steps with these tables: the lengths of contexts are bounded by them."""
+        step = kept.step
+        if step is None or step.model_input.attention.block_tables is not tables:
+            attention = replace(
+                kept.model_input.attention,
+                block_tables=tables,
+                max_context_len=tables.shape[1] * self._block_size,
+                context_lens_cpu=None,
+                most_context_cpu=None,
+            )
+            step = kept.step = _input_of(kept, attention, None)
+        return step
+
+    def _send(
+        self, sequences: Sequence[ScheduledSequence], sample: SamplePlan, query_lens: Sequence[int]
+    ) -> CarriedPlan | None:
+        self._tables.stage(self.staging)
+        carried = None
+        if self._carried is not None:
+            carried = self._carried.put(sequences, sample, query_lens, self.staging)
+        self.staging.send()
+        self._tables.update()
+        return carried
+
+    def _take_carried(
+        self,
+        plan: CarriedPlan | None,
+        model_input: ModelInput,
+        sample: SamplePlan,
+        next_token_ids: torch.Tensor | None,
+    ) -> None:
+        if self._carried is not None and plan is not None:
+            given = (model_input, sample, next_token_ids, self._tables, self._block_size)
+            self._carried.take(plan, *given)
+
+    def _fill(self, places: Places, sequences: Sequence[ScheduledSequence], shape: Shape) -> None:
+        count, size, own = shape.num_sequences, self._block_size, shape.places
+        places.input_ids[own] = [token for s in sequences for token in s.token_ids]
+        places.positions[own] = shape.positions
+        places.slots[own] = self._tables.slots_at(shape.owners, shape.positions, size)
+        places.rows[:count] = shape.rows
+        places.context_lens[:count] = shape.context_lens
+        places.block_counts[:count] = [s.num_blocks for s in sequences]
+        if shape.graph is not None:
+            places.num_drafts[:count] = [s.num_drafts for s in sequences]
+            places.padding[:count] = [shape.longest_query - len(s.token_ids) for s in sequences]
+        places.starts[0] = 0
+        places.starts[1 : count + 1] = np.cumsum(shape.lens)
+
+    def _select_tables(
+        self, sequences: Sequence[ScheduledSequence], rows: torch.Tensor, graph: GraphKey | None
+    ) -> torch.Tensor:
+        """The sequences' block tables [B, width]. A graph gathers them itself.
+
+        Args:
+            rows: [B], or as many as the graph has sequences.
+        """
+        if graph is not None:
+            assert self._graph_tables is not None
+            return self._graph_tables[: len(sequences)]
+        if self._step_tables is not None:
+            return self._step_tables.select(sequences, rows)
+        width = max(s.num_blocks for s in sequences)
+        return self._tables.on_device[:, :width].index_select(0, rows)
+
+    def _put_shifted_input_ids(
+        self, places: Places, sequences: Sequence[ScheduledSequence], shape: Shape
+    ) -> torch.Tensor | None:
+        if not self._drafts:
+            return None
+        after = np.roll(places.input_ids[: shape.num_rows], -1)
+        middle = [i for i, s in enumerate(sequences) if s.successor_token is not None]
+        if middle:
+            after[shape.ends[middle] - 1] = [sequences[i].successor_token for i in middle]
+        places.successors[: shape.num_rows] = after
+        return places.successors_dev[: shape.num_rows]
+
+    def _model_input(
+        self,
+        places: Places,
+        sequences: Sequence[ScheduledSequence],
+        shape: Shape,
+        graph: GraphKey | None,
+    ) -> ModelInput:
+        count, tokens = shape.num_sequences, shape.num_rows
+        return ModelInput(
+            places.input_ids_dev[:tokens],
+            places.positions_dev[:tokens],
+            AttentionMetadata(
+                slot_mapping=places.slots_dev[:tokens],
+                block_tables=self._select_tables(sequences, places.rows_dev, graph),
+                block_counts=places.block_counts_dev[:count],
+                context_lens=places.context_lens_dev[:count],
+                cu_seqlens_q=places.starts_dev[: count + 1],
+                max_seqlen_q=shape.longest_query,
+                max_context_len=shape.longest_context,
+                query_lens_cpu=tuple(shape.lens),
+                context_lens_cpu=_known(sequences, tuple(shape.context_lens)),
+                most_context_cpu=tuple(shape.context_lens),
+                padding_lens=(
+                    None if graph is None or graph.query_len == 1 else places.padding_dev[:count]
+                ),
+            ),
+        )
+
+
+def _input_of(
+    kept: StepLayout, attention: AttentionMetadata, carried: CarriedPlan | None
+) -> StepInput:
+    return StepInput(
+        replace(kept.model_input, attention=attention),
+        *(kept.graph, kept.sample, kept.next_token_ids),
+        sampled=None,
+        draft_sampling_rows=kept.draft_sampling_rows,
+        is_decode=True,
+        is_replayable=True,
+        samples_on_device=kept.samples_on_device,
+        carried=carried,
+    )
+
+
+def _known(
+    sequences: Sequence[ScheduledSequence], context_lens: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The context lengths if the host knows them; with a sequence ahead they are the most."""
+    return None if any(s.is_ahead for s in sequences) else context_lens

@@ -1,0 +1,253 @@
+"""Steps that recur, as programs on a CPU.
+
+A step whose tokens are chosen from tensors alone is one program. Where the host has a say in the
+choice, the target's layers and the logits are one, and tokens are chosen op by op behind it. What
+the proposer does behind either is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from atom.batch import ScheduledSequence, StepParts
+from atom.graphs.recorded import Recording, StepRecorder, Work
+from atom.graphs.runner import ForwardOp
+from atom.graphs.staging import Arriving
+from atom.model_engine.step.input_builder import StepInput
+from atom.model_engine.step.step_runner import ComputedStep, StepRunner, TargetStep
+from atom.model_ops.attention.metadata import ModelOutput, SamplingMetadata
+from atom.model_ops.kernels.native.bindings import between_kernels
+from atom.sampling.decode_rows import kind_of
+from atom.sampling.sampler import Sampler, Verified
+from atom.spec_decode.proposers.base import Guide, Proposal, Proposer, VerifiedStep
+
+# Among the recordings of a step's inputs, which otherwise have whether it is at rest.
+_LAYERS = "layers"
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """A step before its tokens are chosen.
+
+    Attributes:
+        logits: [R, V] float32, until other work is replayed.
+        last_rows: [S] int64, as in `VerifiedStep`, written once the tokens are chosen; None when
+            the proposer reads no steps.
+        draft_sampling: as in `VerifiedStep`.
+        recordings: of the proposer's work behind it, by the number of drafts.
+    """
+
+    output: ModelOutput
+    logits: torch.Tensor
+    last_rows: torch.Tensor | None
+    draft_sampling: SamplingMetadata | None
+    recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """All tensors but the logits."""
+        options = () if self.draft_sampling is None else self.draft_sampling.tensors
+        states = [self.output.hidden_states, *self.output.aux_hidden_states]
+        return [*states, *(t for t in (self.last_rows, *options) if t is not None)]
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A step that is_replayable, up to its drafts.
+
+    Attributes:
+        is_whole: whether the choice of tokens is part of the program.
+        is_drafted: whether the proposer has done its part, without drafts.
+        recordings: of the proposer's work behind it, by the number of drafts.
+    """
+
+    target: TargetStep
+    is_whole: bool = False
+    is_drafted: bool = False
+    recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
+
+
+class _RecordedGuide:
+    """A guide that asks another one in each replay.
+
+    Attributes:
+        guide: that of the step that runs, if it has one.
+    """
+
+    guide: Guide | None = None
+
+    def restrict(self, logits: torch.Tensor, target_ids: torch.Tensor | None) -> None:
+        between_kernels(lambda: self._known().restrict(logits, target_ids), logits)
+
+    def take(self, token_ids: torch.Tensor) -> None:
+        between_kernels(lambda: self._known().take(token_ids), token_ids)
+
+    def _known(self) -> Guide:
+        assert self.guide is not None
+        return self.guide
+
+
+class RecordedSteps(StepRunner):
+    """Replays steps that recur, and what the proposer does behind them."""
+
+    def __init__(
+        self, recorder: StepRecorder, forward: ForwardOp, sampler: Sampler, proposer: Proposer
+    ) -> None:
+        super().__init__(forward, sampler, proposer)
+        self._recorder = recorder
+        self._guide = _RecordedGuide()
+
+    def run(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        step: StepInput,
+        num_drafts: int | None,
+        *,
+        rests: bool,
+    ) -> ComputedStep:
+        if not step.is_replayable:
+            return super().run(sequences, step, num_drafts, rests=rests)
+        recorder = self._recorder
+        if step.samples_on_device:
+            done = recorder.run(step.recordings, rests, lambda: self._whole(step, rests=rests))
+        else:
+            done = self._in_parts(step)
+        replayed = recorder.was_replayed
+        parts = StepParts(replayed, sample=replayed and done.is_whole)
+        view = done.target.view(sequences, step)
+        if view is None:
+            return ComputedStep(done.target.verified, None, parts)
+        if done.is_drafted:
+            parts = msgspec.structs.replace(parts, drafts=replayed)
+            return ComputedStep(done.target.verified, None, parts)
+        propose = partial(self._propose, view)
+        # What a proposer without a network does is the host's, in every step.
+        if recorder.has_program and self._proposer.draft_model is not None:
+            propose = partial(self._propose_recorded, view, done.recordings)
+        return ComputedStep(done.target.verified, propose, parts)
+
+    def send_to_host(self, *results: Proposal | Verified | None) -> Arriving:
+        """They are read in place."""
+        known = [result for result in results if result is not None]
+        return lambda: [array for result in known for array in result.arrays]
+
+    def without_draft_replay(self) -> StepRunner:
+        return StepRunner(self._forward, self._sampler, self._proposer)
+
+    def release(self) -> None:
+        self._recorder.release()
+
+    def took_usual_time(self) -> bool:
+        return self._recorder.take_usual()
+
+    def _propose(
+        self, view: VerifiedStep, num_drafts: int, guide: Guide | None
+    ) -> tuple[Proposal, bool]:
+        # The layout may be that of steps to come, too, with other lengths.
+        return super()._propose(_with_own_metadata(view), num_drafts, guide)
+
+    def _propose_recorded(
+        self,
+        view: VerifiedStep,
+        recordings: dict[Hashable, Recording[Any]],
+        num_drafts: int,
+        guide: Guide | None,
+    ) -> tuple[Proposal, bool]:
+        """What the proposer makes of a step whose tensors other steps have, too."""
+        name = "drafting" if num_drafts else "writing the draft's cache"
+        key: Hashable = num_drafts
+        if guide is not None:
+            self._guide.guide = guide
+            view = replace(view, guide=self._guide)
+            name, key = f"{name} within grammars", ("within grammars", num_drafts)
+
+        def work() -> Work[Proposal]:
+            return Work(
+                name,
+                num_drafts,
+                view.tensors,
+                lambda: self._proposer.propose(_with_own_metadata(view), num_drafts),
+                lambda proposal: proposal.tensors,
+            )
+
+        try:
+            proposal = self._recorder.run(recordings, key, work)
+        finally:
+            self._guide.guide = None
+        return proposal, self._recorder.was_replayed
+
+    def _whole(self, step: StepInput, *, rests: bool) -> Work[_Recorded]:
+        """The target's part of a step, and all of one at rest."""
+        plan, model_input = step.sample, step.model_input
+
+        def run() -> _Recorded:
+            target = self._compute(_with_unknown_lengths(step))
+            view = target.view([], step) if rests else None
+            if view is not None:
+                self._proposer.propose(_with_own_metadata(view), 0)
+            return _Recorded(target, is_whole=True, is_drafted=view is not None)
+
+        return Work(
+            f"a step{'' if plan.is_greedy else ' that samples'}{' at rest' if rests else ''}",
+            (plan.needs, model_input.attention.max_seqlen_q),
+            (*_inputs(step), *plan.tensors),
+            run,
+            lambda done: done.target.tensors,
+            in_parts=lambda: self._in_parts(step),
+        )
+
+    def _in_parts(self, step: StepInput) -> _Recorded:
+        layers = self._recorder.run(step.recordings, _LAYERS, lambda: self._layers(step))
+        verified, last_rows = self._choose(step, layers.output, layers.logits)
+        if layers.last_rows is not None and last_rows is not None:
+            layers.last_rows.copy_(last_rows)
+        target = TargetStep(layers.output, verified, layers.last_rows, layers.draft_sampling)
+        return _Recorded(target, recordings=layers.recordings)
+
+    def _layers(self, step: StepInput) -> Work[_Layers]:
+        """All of the target's part but for the choice of tokens."""
+        plan, is_sampled = step.sample, step.draft_sampling_rows is not None
+        return Work(
+            "a step up to its logits",
+            (kind_of(plan.needs) if is_sampled else None, step.model_input.attention.max_seqlen_q),
+            (*_inputs(step), plan.logits_indices),
+            lambda: self._compute_layers(_with_unknown_lengths(step)),
+            lambda layers: layers.kept,
+            lambda layers: [layers.logits],
+        )
+
+    def _compute_layers(self, step: StepInput) -> _Layers:
+        plan, last_rows = step.sample, None
+        output = self._forward(step.model_input)
+        logits = self._sampler.logits(plan, output.hidden_states)
+        if step.next_token_ids is not None:
+            last_rows = plan.logits_indices.new_empty(len(plan.states))
+        return _Layers(
+            output, logits, last_rows, self._sampler.draft_sampling(plan, step.draft_sampling_rows)
+        )
+
+
+def _inputs(step: StepInput) -> tuple[torch.Tensor | None, ...]:
+    """What is read whatever the choice of tokens is."""
+    given = step.model_input
+    rows = given.input_ids, given.positions, step.next_token_ids, step.draft_sampling_rows
+    return *rows, *given.attention.tensors
+
+
+def _with_unknown_lengths(step: StepInput) -> StepInput:
+    """The step as ops must take it where lengths differ between replays."""
+    metadata = replace(step.model_input.attention, context_lens_cpu=None)
+    return replace(step, model_input=replace(step.model_input, attention=metadata))
+
+
+def _with_own_metadata(view: VerifiedStep) -> VerifiedStep:
+    """The step with nothing derived from its lengths yet, and what will be not kept with it."""
+    model_input = view.model_input
+    attention = replace(model_input.attention)
+    return replace(view, model_input=replace(model_input, attention=attention))

@@ -1,0 +1,272 @@
+"""The graphs of a step that decodes: the target's layers, and what follows them as two more.
+
+The choice of tokens with their verification, and the drafts. The first depends on no context, so
+it is captured for each number of sequences and queries only, and the layers, which take longest
+to capture, need not be captured for each kind of choice. All inputs are where the graph of the
+layers finds its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from atom.batch import ScheduledSequence, StepParts
+from atom.graphs.capture import MOST_ROWS, Bucket
+from atom.graphs.captured import CapturedWork
+from atom.graphs.runner import GraphKey, GraphRunner
+from atom.kv_cache.memory import PeakOf, estimate_graph_bytes, peak_bytes
+from atom.model_engine.step.input_builder import InputBuilder, StepInput
+from atom.model_engine.step.step_places import GraphInput
+from atom.model_engine.step.step_runner import ComputedStep, StepRunner, TargetStep
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput
+from atom.sampling.decode_rows import KINDS, DecodeRows
+from atom.sampling.sampler import Sampler, Verified
+from atom.sampling_params import Needs
+from atom.spec_decode.proposers.base import Guide, Proposal, Proposer, VerifiedStep
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SampleGraphKey:
+    """One graph: sequences, queries of each, and how their tokens are chosen."""
+
+    batch_size: int
+    query_len: int
+    kind: Needs
+
+
+@dataclass(frozen=True)
+class DraftKey:
+    """One graph: the graph of the target's layers whose rows it reads, the drafts of each sequence,
+    and whether some of them are not greedy.
+    """
+
+    target: GraphKey
+    num_drafts: int
+    is_sampled: bool
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What graphs of B sequences with as many queries pass on.
+
+    Attributes:
+        last_rows: [B] int64, as in `VerifiedStep`.
+        accepted: [B] int64, how many drafts count as accepted if that is synthetic.
+    """
+
+    last_rows: torch.Tensor
+    accepted: torch.Tensor
+
+
+class StepGraphs(StepRunner):
+    """Captures the graphs of steps, and replays them.
+
+    Args:
+        target: the layers' graphs.
+        draft_numbers: of drafts to capture the proposer's work for; none if it runs op by op.
+        synthetic: whether acceptance is.
+    """
+
+    def __init__(
+        self,
+        target: GraphRunner,
+        inputs: InputBuilder,
+        sampler: Sampler,
+        proposer: Proposer,
+        draft_numbers: tuple[int, ...],
+        *,
+        synthetic: bool,
+    ) -> None:
+        super().__init__(target.forward, sampler, proposer)
+        self._target = target
+        self._inputs = inputs
+        self._draft_numbers = draft_numbers
+        self._synthetic = synthetic
+        self._captured = CapturedWork(target.plan.backend)
+        self._kept: dict[tuple[int, int], _Kept] = {}
+
+    def run(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        step: StepInput,
+        num_drafts: int | None,
+        *,
+        rests: bool,
+    ) -> ComputedStep:
+        if step.graph is None:
+            return super().run(sequences, step, num_drafts, rests=rests)
+        output = self._target.replay(step.graph, len(step.model_input.input_ids))
+        drafting = self._key_of_drafts(step, num_drafts)
+        chosen = self._replay_choice(step, step.graph)
+        verified, last_rows = self._choose(step, output) if chosen is None else chosen
+        if drafting is not None and chosen is None:
+            assert last_rows is not None
+            self._kept_of(step.graph).last_rows[: len(last_rows)] = last_rows
+        # A graph of drafts reads the options by itself.
+        draft_sampling = (
+            self._sampler.draft_sampling(step.sample, step.draft_sampling_rows)
+            if drafting is None
+            else None
+        )
+        view = TargetStep(output, verified, last_rows, draft_sampling).view(sequences, step)
+        propose = None if view is None else partial(self._propose, view)
+        if drafting is not None and view is not None:
+            propose = partial(self._replay_drafts, drafting, len(view.last_rows))
+        return ComputedStep(verified, propose, StepParts(True, sample=chosen is not None))
+
+    def without_draft_replay(self) -> StepRunner:
+        runner = copy.copy(self)
+        runner._draft_numbers = ()
+        return runner
+
+    @property
+    def num_graphs(self) -> tuple[int, int, int]:
+        choices, drafts = self._choice_keys(), self._draft_keys()
+        return self._target.num_graphs, sum(1 for _ in choices), sum(1 for _ in drafts)
+
+    def estimate_graph_bytes(self, peak_of: PeakOf = peak_bytes) -> int:
+        of_layers, *of_others = self.num_graphs
+        layers = partial(self._target.rehearse, self._read)
+        return estimate_graph_bytes(layers, self._rehearse, of_layers, sum(of_others), peak_of)
+
+    def _read(self, bucket: Bucket, query_len: int) -> Callable[[], ModelInput]:
+        return self._inputs.graph_input(bucket, query_len).read
+
+    def capture(self) -> None:
+        """Capture all graphs, the layers' first."""
+        self._target.capture(self._read)
+        started = time.perf_counter()
+        keys = [*self._choice_keys(), *self._draft_keys()]
+        for key in tqdm(keys, desc="Capturing choices and drafts", unit="graph", disable=None):
+            if isinstance(key, DraftKey):
+                self._captured.capture(key, self._drafting(key))
+            else:
+                last = [self._kept_of(key).last_rows]
+                self._captured.capture(key, self._choosing(key), last)
+        seconds = time.perf_counter() - started
+        logger.info("captured %d graphs of choices and drafts in %.1f s", len(keys), seconds)
+
+    def release(self) -> None:
+        self._target.release()
+        self._captured.release()
+
+    def _rehearse(self) -> None:
+        """After the layers, run once what needs the most memory, without capturing it."""
+        by_rows = sorted(self._choice_keys(), key=lambda k: (k.batch_size * k.query_len, k.kind))
+        with torch.inference_mode():
+            # None where all numbers of sequences to capture are above `MOST_ROWS`.
+            for choice in by_rows[-1:]:
+                self._choosing(choice)()
+            for key in self._keys_of_drafts(self._target.largest)[-1:]:
+                self._drafting(key)()
+
+    def _replay_choice(
+        self, step: StepInput, graph: GraphKey
+    ) -> tuple[Verified, torch.Tensor] | None:
+        """The step's tokens and `last_rows`, after the graph of its layers; None if no graph
+        chooses them: where the host has a say, or sequences are in their prompts.
+        """
+        plan = step.sample
+        if not step.is_decode or not plan.samples_on_device or plan.kind is None:
+            return None
+        key = SampleGraphKey(graph.batch_size, graph.query_len, plan.kind)
+        if key not in self._captured:
+            return None
+        kept, count = self._kept_of(graph), len(plan.states)
+        self._sampler.update_rows()
+        if plan.synthetic is not None:
+            kept.accepted[:count] = plan.synthetic.counts
+        tokens, accepted, last_rows = (t[:count] for t in self._captured.replay(key))
+        return Verified(tokens, tokens, accepted, None, []), last_rows
+
+    def _key_of_drafts(self, step: StepInput, num_drafts: int | None) -> DraftKey | None:
+        """The graph that makes the step's drafts, if it is known how many there are."""
+        if step.graph is None or step.next_token_ids is None or step.sampled is not None:
+            return None
+        if num_drafts is None or num_drafts not in self._draft_numbers:
+            return None
+        key = DraftKey(step.graph, num_drafts, step.sample.rows is not None and num_drafts > 0)
+        return key if key in self._captured else None
+
+    def _replay_drafts(
+        self, key: DraftKey, num_sequences: int, num_drafts: int, guide: Guide | None
+    ) -> tuple[Proposal, bool]:
+        """The drafts of the graph's first sequences, valid until the next ones."""
+        assert num_drafts == key.num_drafts
+        assert guide is None
+        drafts = (kept[:num_sequences] for kept in self._captured.replay(key))
+        return Proposal(*drafts), True
+
+    def _choice_keys(self) -> Iterator[SampleGraphKey]:
+        bound = self._target.plan.context_bounds[0]
+        for graph in self._target.keys:
+            if graph.bucket.max_context_len == bound and graph.num_rows <= MOST_ROWS:
+                for kind in reversed(KINDS):
+                    yield SampleGraphKey(graph.batch_size, graph.query_len, kind)
+
+    def _draft_keys(self) -> Iterator[DraftKey]:
+        for graph in self._target.keys:
+            yield from self._keys_of_drafts(graph)
+
+    def _keys_of_drafts(self, graph: GraphKey) -> list[DraftKey]:
+        """The graphs to capture behind one of the target's."""
+        kinds = [(n, r) for n in self._draft_numbers for r in ((False, True) if n else (False,))]
+        return [DraftKey(graph, num_drafts, is_sampled) for num_drafts, is_sampled in kinds]
+
+    def _kept_of(self, graph: GraphKey | SampleGraphKey) -> _Kept:
+        key = graph.batch_size, graph.query_len
+        if key not in self._kept:
+            device = self._target.plan.device
+            numbers = torch.zeros(2, graph.batch_size, dtype=torch.int64, device=device)
+            self._kept[key] = _Kept(*numbers.unbind())
+        return self._kept[key]
+
+    def _choosing(self, key: SampleGraphKey) -> Callable[[], Sequence[torch.Tensor]]:
+        """The captured work of a choice -> tokens, accepted drafts and `last_rows`."""
+        bucket = Bucket(key.batch_size, self._target.plan.context_bounds[0])
+        given = self._inputs.graph_input(bucket, key.query_len)
+        ids, positions = given.model_input.input_ids, given.model_input.positions
+        every = torch.arange(len(ids), device=ids.device)
+        rows = DecodeRows(given.rows, ids, positions, every, given.num_drafts, given.next_token_ids)
+        hidden = self._target.output(GraphKey(bucket, key.query_len)).hidden_states
+        kept = self._kept_of(key)
+        accepted = kept.accepted if self._synthetic and key.query_len > 1 else None
+        return lambda: self._sampler.sample_decode_rows(rows, hidden, key.kind, accepted)
+
+    def _drafting(self, key: DraftKey) -> Callable[[], Sequence[torch.Tensor]]:
+        """The captured work of drafts."""
+        graph = key.target
+        given = self._inputs.graph_input(graph.bucket, graph.query_len)
+        output, kept = self._target.output(graph), self._kept_of(graph)
+
+        def propose() -> Sequence[torch.Tensor]:
+            view = self._verified(given, output, kept, key.is_sampled)
+            return self._proposer.propose(view, key.num_drafts).tensors
+
+        return propose
+
+    def _verified(
+        self, given: GraphInput, output: ModelOutput, kept: _Kept, is_sampled: bool
+    ) -> VerifiedStep:
+        """A step of all the graph's sequences; it has metadata of its own in each run."""
+        own = given.model_input
+        assert given.next_token_ids is not None
+        return VerifiedStep(
+            [],
+            ModelInput(own.input_ids, own.positions, replace(own.attention)),
+            output,
+            given.next_token_ids,
+            kept.last_rows,
+            None,
+            self._sampler.draft_sampling_of_decode_rows(given.rows) if is_sampled else None,
+        )

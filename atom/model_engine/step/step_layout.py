@@ -1,0 +1,175 @@
+"""The inputs of a step that decodes, kept for the next step of the same sequences.
+
+Most steps give the same sequences the same numbers of tokens as an earlier one. Only tokens,
+positions and places in the KV cache differ then; all else is as it was laid out before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from atom.batch import ScheduledSequence
+from atom.graphs.runner import GraphKey
+from atom.graphs.staging import StagingBuffer
+from atom.kv_cache.block_tables import BlockTables
+from atom.model_ops.attention.metadata import ModelInput
+from atom.sampling.plan import SamplePlan
+
+if TYPE_CHECKING:
+    from atom.model_engine.step.input_builder import StepInput
+
+
+def layout_of(sequences: Sequence[ScheduledSequence]) -> Hashable | None:
+    """What decides the layout of a step of which every row is sampled; None for other steps."""
+    layout = []
+    for s in sequences:
+        if not s.wants_sample or len(s.token_ids) != s.num_drafts + 1:
+            return None
+        layout.append((s.row, s.num_drafts))
+    return tuple(layout)
+
+
+@dataclass(eq=False)
+class StepLayout:
+    """A step of which every token is sampled, as it lies in a staging buffer.
+
+    It has T rows for its N tokens; in a graph some are padding. `next_token_ids` stay as they are:
+    samples are written behind all rows.
+
+    Attributes:
+        model_input, graph, sample, next_token_ids, draft_sampling_rows: of its `StepInput`.
+        rows_dev: the B sequences' rows on the device, padded for a graph.
+        words: what the host memory held, without new block ids.
+        owners: [N], which of the B sequences a token belongs to.
+        rows: [N], that sequence's row in the tables.
+        offsets: [N], the token's place among its sequence's.
+        where: the row of T of each token: all of them, or [N].
+        places: host arrays of what differs in the next step: input ids, positions and slots [T],
+            context lengths and block counts [B].
+        drafts, sampled_positions, accepted: likewise [S * k], [N] and [S], if the step has them.
+        later, draft_places: which of the N tokens are drafts, and their places in `drafts`.
+        samples_on_device: as in `StepInput`. Else `sample` is laid out again in each step.
+        step: the last step, where nothing of it differs but what lies in the buffer.
+    """
+
+    model_input: ModelInput
+    graph: GraphKey | None
+    sample: SamplePlan
+    next_token_ids: torch.Tensor | None
+    rows_dev: torch.Tensor
+    draft_sampling_rows: torch.Tensor | None
+    words: np.ndarray
+    owners: np.ndarray
+    rows: np.ndarray
+    offsets: np.ndarray
+    where: np.ndarray | slice
+    places: tuple[np.ndarray, ...]
+    drafts: np.ndarray | None
+    sampled_positions: np.ndarray | None
+    accepted: np.ndarray | None
+    later: np.ndarray
+    draft_places: np.ndarray
+    samples_on_device: bool
+    step: StepInput | None = None
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[ScheduledSequence],
+        model_input: ModelInput,
+        graph: GraphKey | None,
+        sample: SamplePlan,
+        next_token_ids: torch.Tensor | None,
+        rows_dev: torch.Tensor,
+        draft_sampling_rows: torch.Tensor | None,
+        where: np.ndarray,
+        staging: StagingBuffer,
+        words: np.ndarray,
+    ) -> StepLayout | None:
+        """None when the staging buffer was full."""
+        attention = model_input.attention
+        tensors = (
+            *(model_input.input_ids, model_input.positions, attention.slot_mapping),
+            *(attention.context_lens, attention.block_counts),
+        )
+        counts = None if sample.synthetic is None else sample.synthetic.counts
+        optional = (sample.drafts, sample.positions, counts)
+        places = [staging.host_array(t) for t in tensors]
+        others = [None if t is None else staging.host_array(t) for t in optional]
+        known = [place for place in places if place is not None]
+        if len(known) < len(tensors) or any(
+            (t is None) != (array is None) for t, array in zip(optional, others, strict=True)
+        ):
+            return None
+        lens = [len(s.token_ids) for s in sequences]
+        owners = np.repeat(np.arange(len(sequences)), lens)
+        offsets = np.concatenate([np.arange(n) for n in lens])
+        later = np.flatnonzero(offsets)
+        return cls(
+            model_input,
+            graph,
+            sample,
+            next_token_ids,
+            rows_dev,
+            draft_sampling_rows,
+            words.copy(),
+            owners,
+            np.repeat([s.row for s in sequences], lens),
+            offsets,
+            where if graph is not None else slice(None),
+            tuple(known),
+            *(others[0], others[1], others[2]),
+            later,
+            owners[later] * sample.layout.most + offsets[later] - 1,
+            sample.samples_on_device,
+        )
+
+    def fill(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        context_lens: Sequence[int],
+        tables: BlockTables,
+        block_size: int,
+    ) -> None:
+        """Write what differs in a step of the same layout."""
+        input_ids, own_positions, slots, contexts, block_counts = self.places
+        tokens = np.array([token for s in sequences for token in s.token_ids])
+        input_ids[self.where] = tokens
+        starts = np.array([s.start for s in sequences])
+        positions = starts[self.owners] + self.offsets
+        own_positions[self.where] = positions
+        slots[self.where] = tables.slots_at(self.rows, positions, block_size)
+        contexts[:] = context_lens
+        block_counts[:] = [s.num_blocks for s in sequences]
+        if self.sampled_positions is not None:
+            np.add(positions, 1, out=self.sampled_positions)
+        if self.accepted is not None:
+            assert self.sample.synthetic is not None
+            self.accepted[:] = self.sample.synthetic.at(starts)
+        if self.drafts is not None:
+            # What pads them stays.
+            self.drafts[self.draft_places] = tokens[self.later]
+
+
+class StepLayoutCache:
+    """The layouts of the sequences that run; forgotten when one of them starts or ends."""
+
+    _MOST = 64
+
+    def __init__(self) -> None:
+        self._steps: dict[Hashable, StepLayout] = {}
+
+    def find(self, layout: Hashable | None) -> StepLayout | None:
+        return None if layout is None else self._steps.get(layout)
+
+    def add(self, layout: Hashable, step: StepLayout | None) -> None:
+        if step is not None and (layout in self._steps or len(self._steps) < self._MOST):
+            self._steps[layout] = step
+
+    def forget(self) -> None:
+        self._steps.clear()

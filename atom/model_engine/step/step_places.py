@@ -1,0 +1,151 @@
+"""Which rows the tokens of a step get, and where its arrays lie in the staging buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import add
+
+import numpy as np
+import torch
+
+from atom.batch import ScheduledSequence
+from atom.graphs.runner import FitOp
+from atom.graphs.staging import StagingBuffer
+from atom.model_ops.attention.metadata import ModelInput
+from atom.model_ops.kernels.torch.gather import take_inputs
+
+# The op `take_inputs`.
+TakeOp = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    tuple[torch.Tensor, torch.Tensor],
+]
+
+
+class Shape:
+    """Which rows of a step the tokens of a batch get.
+
+    In a graph all sequences have as many rows: those behind a sequence's tokens are padding.
+
+    Attributes:
+        graph: the graph to replay, or None.
+        lens, context_lens: [B], padding included.
+        num_rows: T, the sum of these lengths.
+        longest_query, longest_context: the largest of them, or an upper bound.
+        rows: [B], the sequences' rows in the tables.
+        ends: [B], the row after each sequence's last token.
+        places, positions, owners: of each token, its row of T, its position, and its sequence's row
+            in the tables.
+    """
+
+    def __init__(self, sequences: Sequence[ScheduledSequence], fit: FitOp, ragged_len: int) -> None:
+        lens = [len(s.token_ids) for s in sequences]
+        starts = [s.start for s in sequences]
+        count, self.longest_query = len(sequences), max(lens)
+        self.graph = fit(count, self.longest_query, max(starts))
+        own = np.array(lens)
+        if self.graph is not None:
+            self.longest_query = self.graph.query_len
+            lens = [self.longest_query] * count
+        elif min(lens) != self.longest_query:
+            self.longest_query = max(self.longest_query, ragged_len)
+        self.lens, self.num_sequences, self.num_rows = lens, count, sum(lens)
+        self.context_lens = list(map(add, starts, lens))
+        self.longest_context = max(self.context_lens)
+        self.rows = np.array([s.row for s in sequences])
+        begins = np.cumsum(lens) - lens
+        self.ends = begins + own
+        within = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
+        self.places = within + np.repeat(begins, own)
+        self.positions = within + np.repeat(np.array(starts), own)
+        self.owners = np.repeat(self.rows, own)
+
+
+class Places:
+    """Host arrays and device tensors (`*_dev`) of a forward pass over T tokens of B sequences.
+
+    Args:
+        drafts: whether the token after each row is wanted.
+        captured: whether a graph reads them.
+    """
+
+    def __init__(
+        self,
+        staging: StagingBuffer,
+        num_tokens: int,
+        num_sequences: int,
+        *,
+        drafts: bool,
+        captured: bool,
+    ) -> None:
+        self.input_ids, self.input_ids_dev = staging.reserve(num_tokens)
+        self.positions, self.positions_dev = staging.reserve(num_tokens)
+        self.slots, self.slots_dev = staging.reserve(num_tokens)
+        self.successors, self.successors_dev = staging.reserve(num_tokens if drafts else 0)
+        self.sources, self.sources_dev = staging.reserve(num_tokens if captured else 0)
+        self.rows, self.rows_dev = staging.reserve(num_sequences)
+        self.num_drafts, self.num_drafts_dev = staging.reserve(num_sequences if captured else 0)
+        self.context_lens, self.context_lens_dev = staging.reserve(num_sequences, torch.int32)
+        self.block_counts, self.block_counts_dev = staging.reserve(num_sequences, torch.int32)
+        self.starts, self.starts_dev = staging.reserve(num_sequences + 1, torch.int32)
+        padded = num_sequences if captured else 0
+        self.padding, self.padding_dev = staging.reserve(padded, torch.int32)
+
+    def pad(self, query_len: int, places: np.ndarray) -> None:
+        """Fill everything with padding: sequences with slot -1 (no KV write) and a context of
+        `query_len` tokens, whose rows repeat the last token of the batch.
+
+        Args:
+            places: the rows that are no padding, if any; ascending.
+        """
+        self.input_ids[:] = 0
+        self.positions[:] = 0
+        self.slots[:] = -1
+        self.successors[:] = 0
+        self.num_drafts[:] = 0
+        self.sources[:] = places[-1] if len(places) else 0
+        self.sources[places] = places
+        self.rows[:] = 0
+        self.block_counts[:] = 0
+        # A context cannot be shorter than its queries; a key is left for attention to read.
+        self.context_lens[:] = query_len
+        self.padding[:] = query_len - 1
+        self.starts[:] = np.arange(len(self.starts)) * query_len
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """Where a graph finds its inputs: T rows of B sequences, padding included.
+
+    Attributes:
+        model_input: of all of them. Rows of padding have no token yet, and block tables are those
+            of the last `read`.
+        sources: [T] int64, the rows whose tokens and positions the rows get: their own, or for
+            padding the batch's last one. So padding visits no experts of its own, also where only
+            the device knows the tokens.
+        rows: [B] int64, the sequences' rows in `tables`.
+        num_drafts: [B] int64, of a sequence whose other token is its newest.
+        next_token_ids: [T] int64, the token after each row; None without a proposer that reads it.
+        tables: [rows, width] int32.
+        take: the op `take_inputs`.
+    """
+
+    model_input: ModelInput
+    sources: torch.Tensor
+    rows: torch.Tensor
+    num_drafts: torch.Tensor
+    next_token_ids: torch.Tensor | None
+    tables: torch.Tensor
+    take: TakeOp = take_inputs
+
+    def read(self) -> ModelInput:
+        """The model's input, with padding and block tables as they are now.
+
+        It has metadata of its own in each run of a capture. Otherwise the captured run would find
+        tensors that a warm-up run derived, and the graph would not recompute them.
+        """
+        own = self.model_input
+        attention = replace(own.attention)
+        tables = self.tables, self.rows, attention.block_tables
+        input_ids, positions = self.take(*tables, own.input_ids, own.positions, self.sources)
+        return ModelInput(input_ids, positions, attention)

@@ -1,0 +1,56 @@
+"""Loads a model's tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atom.config import ConfigError, ModelOptions
+from atom.model_loader.hub import download_tokenizer, looks_like_path
+from atom.model_loader.read_files import read_tokenizer
+from atom.model_loader.source import ModelSource
+from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer, is_plain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_text_tokenizer(
+    source: ModelSource, options: ModelOptions
+) -> PlainTokenizer | PreTrainedTokenizerBase:
+    """A tokenizer that encodes, decodes and renders chats as the model's, loaded fast if it can be.
+
+    Raises:
+        ConfigError: when there is none or it cannot be loaded.
+    """
+    if options.tokenizer is None and is_plain(source.path):
+        return PlainTokenizer(source.path)
+    return load_tokenizer(source, options)
+
+
+def load_tokenizer(source: ModelSource, options: ModelOptions) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or the one given by --tokenizer, as transformers reads it.
+
+    Raises:
+        ConfigError: when there is none or it cannot be loaded.
+    """
+    return read_tokenizer(tokenizer_folder(source, options), options.trust_remote_code)
+
+
+def tokenizer_folder(source: ModelSource, options: ModelOptions) -> Path:
+    """Where the tokenizer of a model is: in its folder, or where --tokenizer says."""
+    return locate_tokenizer(source.path, options)
+
+
+def locate_tokenizer(folder: Path, options: ModelOptions) -> Path:
+    """The same of a model that lies in `folder`."""
+    return folder if options.tokenizer is None else _locate(options.tokenizer, options)
+
+
+def _locate(tokenizer: str, options: ModelOptions) -> Path:
+    path = Path(tokenizer).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or looks_like_path(tokenizer):
+        raise ConfigError(f"there is no tokenizer folder {tokenizer}")
+    return download_tokenizer(tokenizer, options)

@@ -1,0 +1,53 @@
+"""Attention of a draft's block over its context and itself."""
+
+from __future__ import annotations
+
+import torch
+
+from atom.model_ops.attention.metadata import AttentionMetadata, CacheTensor
+from atom.model_ops.attention.mha import Attention
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.rotary import RotaryEmbedding
+
+
+class BlockAttention(Attention):
+    """Writes a block's keys and values after those of its context, then attends over all of them.
+
+    The block's rows are the last of each sequence's context. Their keys and values are scratch:
+    what is written to their slots next replaces them.
+
+    Args:
+        sliding_window: a query at position p sees keys after p - window; None for all.
+        causal: whether queries see no keys after their own; else they see the whole block.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        context: LayerContext,
+        sliding_window: int | None,
+        causal: bool,
+    ) -> None:
+        super().__init__(num_heads, num_kv_heads, head_dim, head_dim**-0.5, context, sliding_window)
+        self._op = "paged_attention" if causal else "block_attention"
+
+    def bind_kv_cache(self, cache: CacheTensor) -> None:
+        (self._decode,) = self._use_cache(cache, (self._op,))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        """q [T, heads, d], k and v [T, kv_heads, d], not rotated yet -> [T, heads * d]; at most 16
+        rows a block.
+        """
+        q = self._rotate_and_write(q, k, v, positions, metadata, rotary)
+        out = self._attend(self._decode, q, metadata)
+        return out.reshape(q.shape[0], self.num_heads * self.head_dim)

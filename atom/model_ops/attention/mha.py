@@ -1,0 +1,145 @@
+"""Multi-head and grouped-query attention over the paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from atom.model_ops.attention.cached_attention import CachedAttention, StoredPart
+from atom.model_ops.attention.kv_scale import KVScale
+from atom.model_ops.attention.metadata import AttentionMetadata, CacheTensor, KVCacheTensor
+from atom.model_ops.attention.mixed_batch import attend_by_length
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.rotary import RotaryEmbedding
+
+
+class Attention(CachedAttention):
+    """Rotates, writes keys and values to the KV cache, then attends over it.
+
+    Attributes:
+        kv_cache: bound before the first forward.
+        kv_scale: the checkpoint's scales, for an FP8 cache.
+    """
+
+    kv_cache: KVCacheTensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        context: LayerContext,
+        sliding_window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        # Some checkpoint configs use 0 or -1 for "off".
+        self.sliding_window = sliding_window if sliding_window and sliding_window > 0 else None
+        self.kv_scale = KVScale(context.device)
+        self._context = context
+
+    def stored_parts(self) -> Mapping[str, tuple[int, ...]]:
+        head = self.num_kv_heads, self.head_dim
+        return {"key": head, "value": head}
+
+    def stored_scales(self, storage: torch.dtype) -> torch.Tensor:
+        return self.kv_scale.of_keys_and_values(storage)
+
+    def view_cache(self, parts: Mapping[str, StoredPart]) -> KVCacheTensor:
+        key, value = parts["key"], parts["value"]
+        return KVCacheTensor(key.tensor, value.tensor, key.scale, value.scale)
+
+    def bind_kv_cache(self, cache: CacheTensor) -> None:
+        ops = "paged_attention", "prefill_attention"
+        self._decode, self._prefill = self._use_cache(cache, ops)
+
+    def _use_cache(self, cache: CacheTensor, ops: tuple[str, ...]) -> list[Any]:
+        """The functions for `ops` on this cache, beside those that write it.
+
+        Raises:
+            TypeError: when the cache is of another kind of attention.
+        """
+        if not isinstance(cache, KVCacheTensor):
+            raise TypeError(f"attention wants keys and values, not {type(cache).__name__}")
+        self.kv_cache = cache
+        # Resolved together, since they must agree on the cache layout.
+        self._write, self._rope_and_cache, *functions = self._context.ops.resolve_together(
+            ("kv_cache_write", "rope_and_cache", *ops),
+            self._context.dtype,
+            cache.key.dtype,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=cache.block_size,
+            num_blocks=cache.key.shape[0],
+            sliding_window=self.sliding_window or 0,
+        )
+        return functions
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        """q [T, heads, d], k and v [T, kv_heads, d], not rotated yet -> [T, heads * d]."""
+        q = self._rotate_and_write(q, k, v, positions, metadata, rotary)
+        out = attend_by_length(self._decode, self._prefill, self._attend, q, metadata)
+        return out.reshape(q.shape[0], self.num_heads * self.head_dim)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """`forward` of queries and keys that are rotated already."""
+        self._write(k, v, self.kv_cache, metadata.slot_mapping)
+        out = attend_by_length(self._decode, self._prefill, self._attend, q, metadata)
+        return out.reshape(q.shape[0], self.num_heads * self.head_dim)
+
+    def _attend(self, op: Any, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        out: torch.Tensor = op(q, self.kv_cache, metadata, self.scale, self.sliding_window)
+        return out
+
+    def write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> None:
+        """Write the KV cache like `forward`, without attending."""
+        # The rotation takes queries, too; one head of anything will do.
+        self._rotate_and_write(k[:, :1], k, v, positions, metadata, rotary)
+
+    def _rotate_and_write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        """Write the KV cache -> the rotated queries."""
+        rotated: torch.Tensor = self._rope_and_cache(
+            positions,
+            q,
+            k,
+            v,
+            rotary.cos_sin,
+            rotary.interleaved,
+            self.kv_cache,
+            metadata.slot_mapping,
+            rotary.rope,
+            self._write,
+        )
+        return rotated

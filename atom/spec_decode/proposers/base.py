@@ -1,0 +1,139 @@
+"""The proposer protocol. "No speculation" is `NullProposer`, not a branch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from atom.batch import NO_LOOKAHEAD, Lookahead, ScheduledSequence
+from atom.graphs.staging import ReadInPlace
+from atom.kv_cache.base import KVCacheBuilder
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput, SamplingMetadata
+
+
+class Guide(Protocol):
+    """What drafts are allowed, known on the host from one token to the next."""
+
+    def restrict(self, logits: torch.Tensor, target_ids: torch.Tensor | None) -> None:
+        """Write -inf for tokens that are not allowed, unless none is.
+
+        Args:
+            logits: [S, V_draft] of the next draft, one row for each sampled sequence.
+            target_ids: [V_draft] int64, the token ids; None if they are the indices.
+        """
+        ...
+
+    def take(self, token_ids: torch.Tensor) -> None:
+        """Write the drafts that follow from those that were chosen, [S] int64."""
+        ...
+
+
+@dataclass(frozen=True)
+class VerifiedStep:
+    """A sampled and verified target step on the device, as input of a proposer.
+
+    S of the batch's B sequences were sampled; the others are still in their prompts.
+
+    Attributes:
+        sequences: the B sequences.
+        model_input, model_output: T rows, including rejected drafts.
+        next_token_ids: [T] int64; the token after each row, from the prompt or sampled. Undefined
+            for rows of rejected drafts, whose KV the next step overwrites before it is read.
+        last_rows: [S] int64; for each sampled sequence, the row from which its newest token was
+            sampled.
+        sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
+        draft_sampling: sampling options of the S sampled sequences, [S] each and without positions:
+            a draft is the winner of the race in which the target samples its token. None when all
+            are greedy. The first draft's position is `positions[last_rows] + 2`.
+        guide: drafts must follow it, where it is known before them; else None.
+    """
+
+    sequences: Sequence[ScheduledSequence]
+    model_input: ModelInput
+    model_output: ModelOutput
+    next_token_ids: torch.Tensor
+    last_rows: torch.Tensor
+    sampled: torch.Tensor | None
+    draft_sampling: SamplingMetadata | None = None
+    guide: Guide | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All that a proposer reads, but for a guide's."""
+        rows = self.model_input.input_ids, self.model_input.positions, self.next_token_ids
+        output = self.model_output.hidden_states, *self.model_output.aux_hidden_states
+        draft_sampling = () if self.draft_sampling is None else self.draft_sampling.tensors
+        return *rows, *self.model_input.attention.tensors, *output, self.last_rows, *draft_sampling
+
+
+@dataclass(frozen=True)
+class Proposal(ReadInPlace):
+    """Drafts of S sequences.
+
+    Attributes:
+        token_ids: [S, n] int64.
+        confidences: [S, n] float32, the draft's own probability of each of its tokens, after
+            temperature and filters; None if it has none or nobody asked.
+    """
+
+    token_ids: torch.Tensor
+    confidences: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, step: VerifiedStep) -> Proposal:
+        """No drafts."""
+        return cls(step.next_token_ids.new_empty((len(step.last_rows), 0)))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that there are."""
+        return [t for t in (self.token_ids, self.confidences) if t is not None]
+
+
+class Proposer(Protocol):
+    """Proposes drafts for the sampled sequences of a batch.
+
+    Attributes:
+        lookahead: what the scheduler needs to know.
+        draft_model: has the attention layers to bind the KV cache to; None without a model, and
+            then `propose` is host code that no replay stands for.
+        aux_layer_ids: target layers (boundary ids) whose hidden states the proposer reads.
+        reads_steps: whether it reads a `VerifiedStep`; otherwise none is built.
+        reads_hidden_states: whether it reads `ModelOutput.hidden_states` of rows that are not
+            sampled, too.
+        kv_cache_builders: the proposer's own KV caches, sized together with the target's.
+    """
+
+    lookahead: Lookahead
+    draft_model: nn.Module | None
+    aux_layer_ids: tuple[int, ...]
+    kv_cache_builders: Sequence[KVCacheBuilder]
+    reads_steps: bool
+    reads_hidden_states: bool
+
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
+        """`num_drafts` drafts of each sampled sequence. With 0 drafts it only writes its KV.
+
+        A graph may capture it, so without a guide it asks the device for nothing.
+        """
+        ...
+
+
+class NullProposer:
+    """Proposes no drafts: all come from a lookup, or there are none."""
+
+    draft_model: nn.Module | None = None
+    aux_layer_ids: tuple[int, ...] = ()
+    kv_cache_builders: Sequence[KVCacheBuilder] = ()
+    reads_steps = False
+    reads_hidden_states = False
+
+    def __init__(self, lookahead: Lookahead = NO_LOOKAHEAD) -> None:
+        self.lookahead = lookahead
+
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
+        return Proposal.empty(step)

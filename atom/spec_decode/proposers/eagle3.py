@@ -1,0 +1,86 @@
+"""Eagle3: a small draft model that reads the target's hidden states."""
+
+from __future__ import annotations
+
+import torch
+
+from atom.config import EngineConfig
+from atom.kv_cache.base import storage_dtype
+from atom.model_loader.drafts.eagle3 import load_draft
+from atom.model_loader.source import ModelSource
+from atom.model_ops.attention.metadata import AttentionMetadata, ModelOutput
+from atom.model_ops.layer_context import LayerContext
+from atom.models.base import CausalLM
+from atom.models.eagle3.base import Eagle3Draft
+from atom.options.speculative import SpeculativeOptions
+from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
+from atom.spec_decode.proposers.base import Proposer
+from atom.spec_decode.proposers.block_proposer import BlockProposer
+from atom.spec_decode.proposers.chain_proposer import ChainProposer
+from atom.spec_decode.proposers.choice import create_choice
+from atom.spec_decode.proposers.parallel_eagle import ParallelEagleModel
+
+
+class Eagle3Chain:
+    """An Eagle3 draft as `ChainModel`: the same network makes every draft."""
+
+    reads_target = True
+    reads_hidden_states = False
+    keeps_pace = False
+
+    def __init__(self, draft: Eagle3Draft) -> None:
+        self.module = draft
+        self.aux_layer_ids = draft.aux_layer_ids
+        self.expected_acceptance = draft.config.expected_acceptance
+        self.target_ids = draft.target_ids
+        self.write_kv = draft.write_kv
+
+    def read_target(self, output: ModelOutput) -> torch.Tensor:
+        return self.module.fuse(output.aux_hidden_states)
+
+    def forward(
+        self,
+        index: int,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        post_norm, pre_norm = self.module(token_ids, hidden, positions, metadata)
+        return post_norm, self.module.feedback(post_norm, pre_norm)
+
+    def compute_logits(self, index: int, states: torch.Tensor) -> torch.Tensor:
+        return self.module.compute_logits(states)
+
+    def choose_token(self, index: int, states: torch.Tensor) -> torch.Tensor:
+        return self.module.choose_token(states)
+
+
+def create_eagle3(
+    options: SpeculativeOptions,
+    config: EngineConfig,
+    target: CausalLM,
+    source: ModelSource,
+    context: LayerContext,
+) -> Proposer:
+    """A chain; one pass for a P-EAGLE draft, which has a token for masks."""
+    assert options.model is not None
+    draft = load_draft(
+        options.model,
+        target,
+        source,
+        context,
+        config.model,
+        options.aux_layer_convention,
+        options.quantization,
+    )
+    storage = storage_dtype(config.cache, context)
+    builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
+    size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
+    choice = create_choice(options, context, size, draft.target_ids, scale)
+    limits = options.num_speculative_tokens, config.cache.block_size, context.max_model_len
+    if draft.config.mask_token_id is not None:
+        place = context.ops.resolve("place_blocks", context.dtype)
+        return BlockProposer(ParallelEagleModel(draft), builder, *limits, place, choice)
+    advance = context.ops.resolve("advance_drafts", context.dtype)
+    return ChainProposer(Eagle3Chain(draft), builder, *limits, advance, choice)
