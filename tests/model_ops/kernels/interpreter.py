@@ -7,11 +7,13 @@ every such value is widened to float32, and narrowed to nearest even, by torch.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 
+import interpreter_types
 import numpy as np
 import torch
 import triton.language as tl
@@ -42,6 +44,7 @@ def install() -> None:
     builder = interpreter.InterpreterBuilder
     if builder.create_dot is _dot:
         return
+    interpreter_types.install()
     interpreter._convert_float = _convert
     builder.create_dot = _dot
     builder.create_dot_scaled = _dot_scaled
@@ -54,6 +57,7 @@ def install() -> None:
     interpreter.ReduceOps.apply_impl = _widened_reduce(interpreter.ReduceOps.apply_impl)
     interpreter.ScanOps.apply_impl = _widened_reduce(interpreter.ScanOps.apply_impl)
     interpreter._patch_lang_core = _with_every_type(interpreter._patch_lang_core)
+    interpreter._patch_lang = _Language(interpreter._patch_lang).patch
     interpreter.GridExecutor.__call__ = _one_at_a_time(interpreter.GridExecutor.__call__)
     interpreter.GridExecutor._init_args_hst = _in_place(interpreter.GridExecutor._init_args_hst)
     interpreter.GridExecutor._restore_args_dev = _in_place(
@@ -70,6 +74,44 @@ def _one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(*args, **kwargs)
 
     return wrapped
+
+
+class _Language:
+    """Triton's language, whose attributes the interpreter replaces while a kernel runs.
+
+    The stock interpreter looks for them at every launch, and at every call of a function from
+    within it. Here they are found once, and set once a launch.
+    """
+
+    def __init__(self, stock: Callable[..., Any]) -> None:
+        self._stock = stock
+        # Where, name, as it was, as it is for a kernel.
+        self._changes: list[tuple[Any, str, Any, Any]] = []
+        self._is_replaced = False
+
+    def patch(self, _function: Any) -> _Language:
+        """For a launch, which restores it, or for a call from within one, which finds it done."""
+        if not self._changes:
+            both = types.FunctionType(_nothing.__code__, {"tl": tl, "core": tl.core})
+            changes = self._stock(both)._changes
+            self._changes = [(*change, getattr(change[0], change[1])) for change in changes]
+        elif not self._is_replaced:
+            for where, name, _, value in self._changes:
+                setattr(where, name, value)
+        self._is_replaced = True
+        return self
+
+    def restore(self) -> None:
+        for where, name, stock, _ in reversed(self._changes):
+            if stock is interpreter._MISSING:
+                delattr(where, name)
+            else:
+                setattr(where, name, stock)
+        self._is_replaced = False
+
+
+def _nothing() -> None:
+    """A function of which only the globals count."""
 
 
 def _convert(data: Any, source: Any, target: Any, _rounding: Any = None) -> Any:
