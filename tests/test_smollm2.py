@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -50,10 +52,13 @@ def prompts() -> list[list[int]]:
     return [llm.render_chat([{"role": "user", "content": q}]) for q in QUESTIONS]
 
 
+Batched = Callable[[int], list[list[int]]]
+
+
 @pytest.fixture(scope="module")
-def batched(prompts: list[list[int]]) -> list[list[int]]:
-    """The greedy tokens of all prompts in one batch."""
-    return generate(create_llm(), prompts)
+def batched(prompts: list[list[int]]) -> Batched:
+    """The greedy tokens of all prompts in one batch, up to so many of each."""
+    return cache(lambda length: generate(create_llm(), prompts, length))
 
 
 @pytest.fixture(scope="module")
@@ -74,25 +79,24 @@ def generate(llm: LLM, prompts: list[list[int]], max_tokens: int = NEW_TOKENS) -
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_greedy_tokens_are_those_of_transformers(
-    length: int, prompts: list[list[int]], batched: list[list[int]], reference: Any
+    length: int, prompts: list[list[int]], batched: Batched, reference: Any
 ) -> None:
     """Each token is the argmax of transformers' logits after the tokens before it.
 
     By induction these are the tokens that its own greedy generation yields.
     """
-    for prompt, tokens in zip(prompts, batched, strict=True):
-        assert len(tokens) == NEW_TOKENS or tokens[-1] == 2
-        first = tokens[:length]
+    for prompt, tokens in zip(prompts, batched(length), strict=True):
+        assert len(tokens) == length or tokens[-1] == 2
         with torch.inference_mode():
-            logits = reference(torch.tensor([[*prompt, *first[:-1]]])).logits[0]
-        assert logits[len(prompt) - 1 :].argmax(dim=-1).tolist() == first
+            logits = reference(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0]
+        assert logits[len(prompt) - 1 :].argmax(dim=-1).tolist() == tokens
 
 
 @pytest.mark.slow
 def test_greedy_generation_of_transformers(
-    prompts: list[list[int]], batched: list[list[int]], reference: Any
+    prompts: list[list[int]], batched: Batched, reference: Any
 ) -> None:
-    for prompt, tokens in zip(prompts, batched, strict=True):
+    for prompt, tokens in zip(prompts, batched(NEW_TOKENS), strict=True):
         generated = reference.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -119,10 +123,10 @@ def test_greedy_generation_of_transformers(
     ],
 )
 def test_no_option_changes_a_token(
-    options: dict[str, Any], length: int, prompts: list[list[int]], batched: list[list[int]]
+    options: dict[str, Any], length: int, prompts: list[list[int]], batched: Batched
 ) -> None:
     llm = create_llm(**options)
-    expected = [tokens[:length] for tokens in batched]
+    expected = batched(length)
     assert generate(llm, prompts, length) == expected
     if options.get("enable_prefix_caching", True):
         assert generate(llm, prompts, length) == expected  # now from the cache
@@ -130,13 +134,11 @@ def test_no_option_changes_a_token(
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_alone_as_in_a_batch(
-    length: int, prompts: list[list[int]], batched: list[list[int]]
-) -> None:
+def test_alone_as_in_a_batch(length: int, prompts: list[list[int]], batched: Batched) -> None:
     llm = create_llm()
     few = slice(len(prompts) if length == NEW_TOKENS else 4)
     alone = [generate(llm, [prompt], length)[0] for prompt in prompts[few]]
-    assert alone == [tokens[:length] for tokens in batched[few]]
+    assert alone == batched(length)[few]
 
 
 def test_seeded_sampling_is_the_requests_own(prompts: list[list[int]]) -> None:
