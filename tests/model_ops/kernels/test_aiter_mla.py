@@ -61,8 +61,9 @@ def test_heads_are_padded_to_a_kernel(arch: str, heads: int, queries: int, padde
     with probe.replaced(fake.library):
         aiter = Aiter(OpTable(Platform("rocm", arch, True), AITER), torch.device("cpu"), fake)
         made = latents(aiter, heads, [queries] * 2, [40, 7])
-        out = made.decode(made.q, made.cache, made.up_proj, made.metadata, 0.1)
-    check(out, made.wanted, 2**-5)
+        arguments = made.q, made.cache, made.up_proj, made.metadata, 0.1
+        for attend in (made.decode, made.prefill):
+            check(attend(*arguments), made.wanted, 2**-5)
     (call,) = [call for call in fake.calls if call.name == "mla_decode_fwd"]
     assert call.arguments["q"].shape[1] == padded
 
