@@ -18,8 +18,8 @@ def assert_sources_parse(compiler: str, arch: str) -> None:
     path = shutil.which(compiler)
     if path is None:
         pytest.skip(f"there is no {compiler}")
-    sources = sorted(map(str, SOURCE_DIR.glob("*.cpp")))
-    command = [path, "-std=c++17", "-fsyntax-only", f"-march={arch}", *sources]
+    sources = sorted(map(str, SOURCE_DIR.rglob("*.cpp")))
+    command = [path, "-std=c++17", "-fsyntax-only", f"-march={arch}", f"-I{SOURCE_DIR}", *sources]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -52,7 +52,7 @@ def test_machines_that_kernels_are_compiled_for(
     monkeypatch.setattr(build_module.platform, "machine", lambda: machine)
     build(tmp_path)
     *objects, linked = compiled
-    assert len(objects) == len(list(SOURCE_DIR.glob("*.cpp")))
+    assert len(objects) == len(list(SOURCE_DIR.rglob("*.cpp")))
     assert all(flag in command for command in objects)
     assert "-shared" in linked
 

@@ -406,7 +406,7 @@ def test_logits_in_torch_are_sums_of_rounded_inputs() -> None:
 # Every quad of extreme codes times every quad of extreme inputs.
 _DOT_CHECK = """
 #include <cstdio>
-#include "quant_codes.h"
+#include "quant/codes.h"
 using namespace atom;
 template <class C>
 int check(int most) {

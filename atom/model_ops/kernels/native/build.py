@@ -24,6 +24,8 @@ from atom.environment import cache_dir, cpu_arch, cxx_compiler
 logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
+# Sources name headers by their path from here.
+_INCLUDES = f"-I{SOURCE_DIR}"
 _COMPILERS = ("c++", "g++", "clang++")
 # No automatic contraction to FMA: it could round tiles of different sizes differently. The kernels
 # use FMA explicitly.
@@ -82,7 +84,7 @@ def build(folder: Path) -> Path:
     identity = [compiler, _identity(Path(compiler)), *flags, _processor()]
     objects = {
         source: folder / f"{_digest([*identity, *_content(source)])}.o"
-        for source in sorted(SOURCE_DIR.glob("*.cpp"))
+        for source in sorted(SOURCE_DIR.rglob("*.cpp"))
     }
     target = folder / f"{_digest(path.name for path in objects.values())}.so"
     if target.exists():
@@ -93,7 +95,7 @@ def build(folder: Path) -> Path:
         def compile_one(source: Path, target: Path) -> None:
             if not target.exists():
                 result = Path(scratch) / target.name
-                _run([compiler, *flags, "-c", str(source), "-o", str(result)])
+                _run([compiler, *flags, _INCLUDES, "-c", str(source), "-o", str(result)])
                 os.replace(result, target)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -137,7 +139,7 @@ def _identity(compiler: Path) -> str:
 def _content(source: Path) -> list[str]:
     """The texts of a source and of all our headers that it includes."""
     texts: dict[str, str] = {}
-    waiting = [source.name]
+    waiting = [source.relative_to(SOURCE_DIR).as_posix()]
     while waiting:
         name = waiting.pop()
         if name not in texts:

@@ -1,4 +1,4 @@
-"""Quantised weights in the layout that the kernels stream: see `csrc/quant_codes.h`."""
+"""Quantised weights in the layout that the kernels stream: see `csrc/quant/codes.h`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery
 
 BITS = {"int4": 4, "int6": 6, "int8": 8}
-# `Number` in csrc/quant_matrix.h.
+# `Number` in csrc/quant/matrix.h.
 _NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 # Inputs in the smallest piece of a matrix.
 _UNITS = {"int4": 32, "int6": 16, "int8": 32}
 _TILE = 64
-# `Inputs` and `kMostWide` in csrc/quant_matrix.h.
+# `Inputs` and `kMostWide` in csrc/quant/matrix.h.
 _INPUTS = {"int8": 1, "int16": 2, "int12": 4}
 _PLAIN_INPUTS, _BFLOAT16_INPUTS = 0, 3
 _UNIT_INPUTS = 32
@@ -139,7 +139,7 @@ def _input_group(how: Activations | None) -> int:
 
 def takes_tiles(columns: int, dtype: torch.dtype) -> bool:
     """Whether so many inputs of `dtype` that are not rounded are multiplied on matrix tiles of
-    bfloat16, which the weights become meanwhile: see `csrc/quant_unpack.h`.
+    bfloat16, which the weights become meanwhile: see `csrc/quant/unpack.h`.
     """
     is_whole = columns % _UNIT_INPUTS == 0
     return dtype is torch.bfloat16 and is_whole and bool(constant("has_tiles"))

@@ -1,0 +1,102 @@
+// Products of codes of weights with inputs of 16 bits.
+#pragma once
+
+#include "quant/codes.h"
+#include "quant/matrix.h"
+
+namespace atom {
+
+// Wide inputs are multiplied as their two bytes where processors multiply bytes with bytes and add
+// four products at once: a row is all the high bytes and then all the low ones, both with a sign.
+// Elsewhere they are multiplied as 16 bits, and a row has inputs 0, 2, 1, 3 of each quad.
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr bool kSplitsWide = true;
+#else
+constexpr bool kSplitsWide = kUnsignedProduct;
+#endif
+
+// A row of wide inputs. Of split ones the high bytes of 1 << `line_bits` inputs lie together, and the
+// next ones `next` further; low bytes lie `low` behind the high ones.
+struct WideRow {
+  int8_t* row;
+  int64_t line_bits, next, low;
+
+  int8_t* place(int64_t i) const {
+    return row + (i >> line_bits) * next + (i & ((int64_t{1} << line_bits) - 1));
+  }
+};
+
+// Stores kLanes codes of wide inputs, from input `i` on.
+template <Inputs kKind>
+ATOM_INLINE void store_wide(const WideRow& to, int64_t i, vint codes) {
+  if (kSplitsWide) {
+    constexpr int kLow = low_bits(kKind);
+    const vint low = (vint)((vuint)codes << (32 - kLow)) >> (32 - kLow);
+    int8_t* at = to.place(i);
+    store_bytes(at, (codes - low) >> kLow);
+    return store_bytes(at + to.low, low);
+  }
+  [[maybe_unused]] int8_t* row = to.row;
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const __m512i others = _mm512_shuffle_epi32((__m512i)codes, _MM_PERM_BADC);
+  const vint pairs = (vint)(((vuint)codes & 0xffffu) | (vuint)others << 16);
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 0, 0, 0, 0);
+  const __m512i joined = _mm512_permutexvar_epi64(order, (__m512i)pairs);
+  _mm256_storeu_si256((__m256i*)(row + 2 * i), _mm512_castsi512_si256(joined));
+#elif defined(__AVX2__) && defined(__FMA__)
+  const __m256i others = _mm256_shuffle_epi32((__m256i)codes, 0x4e);
+  const vint pairs = (vint)(((vuint)codes & 0xffffu) | (vuint)others << 16);
+  const __m256i joined = _mm256_permute4x64_epi64((__m256i)pairs, 0x08);
+  _mm_storeu_si128((__m128i*)(row + 2 * i), _mm256_castsi256_si128(joined));
+#else
+  constexpr int kOrder[] = {0, 2, 1, 3};
+  for (int j = 0; j < kLanes; ++j) {
+    const int16_t code = int16_t(codes[j / 4 * 4 + kOrder[j % 4]]);
+    std::memcpy(row + 2 * (i + j), &code, sizeof code);
+  }
+#endif
+}
+
+// A quad as 16 bits: of each lane codes 0 and 2, then 1 and 3.
+struct Halves {
+  vint even, odd;
+};
+template <class C>
+ATOM_INLINE Halves halves(vint quad) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const __m512i both = (__m512i)quad;
+  if (!C::kFillsByte) return {quad & 0x00ff00ff, (vint)_mm512_srli_epi16(both, 8)};
+  const __m512i bytes = _mm512_xor_si512(both, _mm512_set1_epi8(char(0x80)));
+  return {(vint)_mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8),
+          (vint)_mm512_srai_epi16(bytes, 8)};
+#elif defined(__AVX2__) && defined(__FMA__)
+  const __m256i both = (__m256i)quad;
+  if (!C::kFillsByte) return {quad & 0x00ff00ff, (vint)_mm256_srli_epi16(both, 8)};
+  const __m256i bytes = _mm256_xor_si256(both, _mm256_set1_epi8(char(0x80)));
+  return {(vint)_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8),
+          (vint)_mm256_srai_epi16(bytes, 8)};
+#else
+  const vuint bytes = C::kFillsByte ? (vuint)quad ^ 0x80808080u : (vuint)quad;
+  const auto byte = [&](int i) {
+    return C::kFillsByte ? (vint)(bytes << (24 - 8 * i)) >> 24 : (vint)(bytes >> (8 * i)) & 0xff;
+  };
+  const auto join = [](vint low, vint high) { return (low & 0xffff) | (vint)((vuint)high << 16); };
+  return {join(byte(0), byte(2)), join(byte(1), byte(3))};
+#endif
+}
+
+// sums + the products of each lane's two codes of 16 bits with two inputs. Exact.
+ATOM_INLINE vint dot2(vint sums, vint codes, vint inputs) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return sums + (vint)_mm512_madd_epi16((__m512i)codes, (__m512i)inputs);
+#elif defined(__AVX2__) && defined(__FMA__)
+  sums += (vint)_mm256_madd_epi16((__m256i)codes, (__m256i)inputs);
+  ATOM_IN_REGISTER(sums);
+  return sums;
+#else
+  const auto low = [](vint v) { return (vint)((vuint)v << 16) >> 16; };
+  return sums + low(codes) * low(inputs) + (codes >> 16) * (inputs >> 16);
+#endif
+}
+
+}  // namespace atom
