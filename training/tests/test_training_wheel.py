@@ -20,6 +20,6 @@ def test_the_wheel_has_the_package_alone(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.startswith(info)}
         metadata = archive.read(f"{info}/METADATA").decode()
-    package = {path.relative_to(ROOT) for path in (ROOT / "atom_train").glob("*.py")}
+    package = {path.relative_to(ROOT) for path in (ROOT / "atom_train").rglob("*.py")}
     assert {Path(name) for name in names} == package
     assert "Requires-Dist: atom-llm\n" in metadata
