@@ -35,6 +35,7 @@ TEXTS = [
     "Straße, naïve café, Ελληνικά, русский текст, 日本語の文章です。한국어 텍스트, العربية, हिन्दी",
     "emoji 😀🚀 👩‍👩‍👧‍👦 🇩🇪, combining e\u0301 and o\u0308, \u200b zero width, \ufffd",
     "a\u00a0b\u2003c\u3000d",
+    "two  中文  spaces  before",
     'https://example.org/a?b=c&d=%20e#f {"k": [1, 2.5, null]}',
     "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
     "<|im_start|><|im_end|>x<|im_start|> <|im_end",

@@ -99,7 +99,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "minimax-m2": _O200K,
     "tekken": PreTokenizer((_cased("", "", r"\r\n/"),), ignore_merges=True, adds_bos=True),
     "kimi-k2": PreTokenizer(
-        (r"\p{Han}+", _cased(_SHORTENED + "?", "{1,3}", r"\r\n", r"&&[^\p{Han}]")),
+        (r"\p{Han}+|" + _cased(_SHORTENED + "?", "{1,3}", r"\r\n", r"&&[^\p{Han}]"),)
     ),
     "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", _KANA, _DEEPSEEK3_SPLIT)),
     "deepseek-llm": PreTokenizer(
