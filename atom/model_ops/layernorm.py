@@ -1,10 +1,10 @@
-"""RMS norm, with the sum that usually precedes it: over the ranks, and with a residual."""
+"""Norms, with the sum that usually precedes them: over the ranks, and with a residual."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -23,11 +23,13 @@ RoundedNorm: TypeAlias = Callable[..., tuple[Rows, torch.Tensor]]
 class RMSNorm(nn.Module):
     """`x / rms(x) * weight`, computed in float32."""
 
+    op: ClassVar[str] = "rms_norm"
+
     def __init__(self, size: int, eps: float, context: LayerContext) -> None:
         super().__init__()
         self.weight = context.empty(size)
         self.eps = eps
-        self._norm = context.ops.resolve("rms_norm", context.dtype, size=size)
+        self._norm = context.ops.resolve(self.op, context.dtype, size=size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size]."""
@@ -80,6 +82,61 @@ class SplitRMSNorm(RMSNorm):
         mean = squares / (self._group.size * share.size)
         normed = (rows * torch.rsqrt(mean + self.eps)).to(x.dtype)
         return normed * self.weight
+
+
+class LayerNorm(RMSNorm):
+    """The norm of `x - mean(x)`; without a bias."""
+
+    op = "layer_norm"
+
+
+class HeadsLayerNorm(LayerNorm):
+    """The norm of each head, with a weight of its own.
+
+    Args:
+        share: this rank's columns; several ranks may have the same.
+    """
+
+    def __init__(self, share: Cut, head_dim: int, eps: float, context: LayerContext) -> None:
+        super().__init__(head_dim, eps, context)
+        self._share = share
+        self.weight = context.empty(share.size // head_dim, head_dim)
+
+    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
+        """Load this rank's heads of the whole weight [heads, head_dim]."""
+        share, size = self._share, self.weight.shape[1]
+        wanted = share.total // size, size
+        if tensor.shape != wanted:
+            raise ValueError(
+                f"the checkpoint holds shape {list(tensor.shape)}, the model wants {list(wanted)}"
+            )
+        first = share.start // size
+        copy_weight(self.weight, tensor[first : first + len(self.weight)])
+
+
+class ResidualLayerNorm(LayerNorm):
+    """As `ResidualRMSNorm`, for a layer that leaves its part of a sum."""
+
+    def __init__(self, size: int, eps: float, context: LayerContext) -> None:
+        super().__init__(size, eps, context)
+        self._group = context.group
+        self._sum = resolve_plain_sum(size, context)
+        self._add = context.ops.resolve("add", context.dtype)
+
+    def add(
+        self, partial: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(norm(x + residual), x + residual)`, where x is the sum of all ranks' `partial`.
+
+        Args:
+            partial: [T, size]; overwritten.
+            residual: [T, size], the same on all ranks.
+        """
+        whole = partial if self._sum is None else self._sum(partial, self._group)
+        total: torch.Tensor = self._add(whole, residual)
+        return self(total), total
+
+    feed = add  # nobody reads it rounded
 
 
 class Reader(Protocol):

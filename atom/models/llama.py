@@ -19,7 +19,12 @@ from atom.model_ops.embedding import (
     VocabParallelEmbedding,
 )
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm, Sublayer
+from atom.model_ops.layernorm import (
+    ResidualLayerNorm,
+    ResidualRMSNorm,
+    RMSNorm,
+    Sublayer,
+)
 from atom.model_ops.linear import (
     LinearBase,
     MergedColumnParallelLinear,
@@ -184,6 +189,7 @@ class LlamaDecoderLayer(nn.Module):
 
     attention_class: ClassVar[type[Sublayer]] = LlamaAttention
     is_whole: ClassVar[bool] = False
+    input_layernorm: ResidualRMSNorm | ResidualLayerNorm
 
     def __init__(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
@@ -204,6 +210,14 @@ class LlamaDecoderLayer(nn.Module):
         return LlamaMLP(
             config, config.intermediate_size, context, prefix, bias=has_mlp_bias(config)
         )
+
+    @classmethod
+    def create_final_norm(
+        cls, config: PretrainedConfig, context: LayerContext
+    ) -> ResidualRMSNorm | ResidualLayerNorm:
+        """The norm behind the last layer."""
+        size, eps = config.hidden_size, config.rms_norm_eps
+        return ResidualRMSNorm(size, eps, context, is_whole=cls.is_whole)
 
     def enter(
         self, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -264,9 +278,7 @@ class LlamaModel(nn.Module):
             for i in range(config.num_hidden_layers)
         )
         self.layers = nn.ModuleList(self._layers)
-        self.norm = ResidualRMSNorm(
-            config.hidden_size, config.rms_norm_eps, context, is_whole=layer_class.is_whole
-        )
+        self.norm = layer_class.create_final_norm(config, context)
         self.rotary = rotaries[0]
         self.rotaries = nn.ModuleList(dict.fromkeys(rotaries))
         self._layer_rotaries = tuple(rotaries)

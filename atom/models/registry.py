@@ -54,6 +54,8 @@ _MODELS = {
     "GraniteForCausalLM": _Model("granite", "GraniteForCausalLM", ("granite",)),
     "Phi3ForCausalLM": _Model("phi3", "Phi3ForCausalLM", ("phi3",)),
     "Gemma3ForCausalLM": _Model("gemma3", "Gemma3ForCausalLM", ("gemma3_text",)),
+    "CohereForCausalLM": _Model("cohere", "CohereForCausalLM", ("cohere",)),
+    "Cohere2ForCausalLM": _Model("cohere", "Cohere2ForCausalLM", ("cohere2",)),
     "Glm4ForCausalLM": _Model("glm4", "Glm4ForCausalLM", ("glm4",)),
     "Glm4MoeForCausalLM": _Model("glm4_moe", "Glm4MoeForCausalLM", ("glm4_moe",)),
     "Glm4MoeLiteForCausalLM": _Model("glm4_moe", "Glm4MoeLiteForCausalLM", ("glm4_moe_lite",)),

@@ -190,6 +190,21 @@ def test_rms_norm_of_the_heads_of_a_fused_projection(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 30, 576])
+def test_layer_norm(dtype: torch.dtype, size: int) -> None:
+    """Of rows far from 0, and of heads with a weight each."""
+    op, weight = elementwise.layer_norm, random(3, size, dtype=dtype)
+    for rows in (0, 1, 70):
+        heads = (random(rows, 8, size, dtype=dtype, seed=1) + 5)[:, 2:5]
+        centred = heads.double() - heads.double().mean(-1, keepdim=True)
+        ones = torch.ones(size)
+        exact = exact_norm(centred, ones, 1e-2) * weight.double()
+        assert_near(op(heads, weight, 1e-2), exact, dtype)
+        first = op(heads[:, 0], weight[0], 1e-2)
+        assert torch.equal(first, op(heads, weight, 1e-2)[:, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [30, 576])
 def test_add_rms_norm_rounds_the_sum_first(dtype: torch.dtype, size: int) -> None:
     op, weight = elementwise.add_rms_norm, random(size, dtype=dtype)

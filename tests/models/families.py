@@ -98,6 +98,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "cohere": ("Cohere", {"logit_scale": 0.3}),
+    "cohere-norms": ("Cohere", {"use_qk_norm": True}),
+    "cohere2": (
+        "Cohere2",
+        {
+            "logit_scale": 0.3,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "glm4": ("Glm4", {"head_dim": 16}),
     "glm4_moe": ("Glm4Moe", {**_EXPERTS, "head_dim": 16, "n_routed_experts": 8, **_GROUPS}),
     "glm4_moe-norms": (

@@ -52,6 +52,9 @@ _FILES = {
     "granite": "granite",
     "phi3": "phi3",
     "phi3-longrope": "phi3",
+    "cohere": "command-r",
+    "cohere-norms": "command-r",
+    "cohere2": "cohere2",
     "glm4": "glm4",
     "gemma3_text": "gemma3",
     "glm4_moe": "glm4moe",
@@ -65,6 +68,9 @@ _FILES = {
 _IMPLIED: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
     "qwen3_moe": {"norm_topk_prob": True},
+    "cohere": {"tie_word_embeddings": True},
+    "cohere-norms": {"tie_word_embeddings": True},
+    "cohere2": {"num_hidden_layers": 4, "layer_types": None},
     "gemma3_text": {"num_hidden_layers": 6, "layer_types": None, "query_pre_attn_scalar": 16},
 }
 _KEYS = {
@@ -75,6 +81,8 @@ _KEYS = {
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "logit_scale": "logit_scale",
     "num_experts": "expert_count",
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
@@ -244,6 +252,7 @@ def write_file(
     rope = config.rope_parameters
     if "full_attention" in rope:
         rope = rope["full_attention"]
+    if name in ("gemma3", "cohere2"):
         writer.add_uint32(f"{name}.attention.sliding_window", config.sliding_window)
     if rope["rope_type"] == "linear":
         writer.add_string(f"{name}.rope.scaling.type", "linear")

@@ -26,6 +26,8 @@ _NAMES = {
     "olmo2": "OLMo 2",
     "granite": "Granite 3 (dense)",
     "phi3": "Phi-3, Phi-3.5, Phi-4",
+    "cohere": "Command R, R+ (Cohere)",
+    "cohere2": "Command R7B, Command A (Cohere 2)",
     "glm4": "GLM-4 (dense)",
     "glm4_moe": "GLM-4.5, 4.6, 4.7",
     "glm4_moe_lite": "GLM-4.7-Flash",

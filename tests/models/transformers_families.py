@@ -47,8 +47,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "beam": {},
     "bitnet": {},
     "codegen": {"rotary_dim": 8},
-    "cohere": {},
-    "cohere2": _WINDOWS,
     "cohere2_moe": _WINDOWS,
     "ctrl": {},
     "cwm": _WINDOWS,

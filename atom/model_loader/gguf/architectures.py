@@ -105,6 +105,10 @@ _LATENT_RANKS = {
     "q_lora_rank": ("attention.q_lora_rank", int),
     "kv_lora_rank": ("attention.kv_lora_rank", int),
 }
+_LAYER_NORMS = {
+    "layer_norm_eps": ("attention.layer_norm_epsilon", float),
+    "logit_scale": ("logit_scale", float),
+}
 _WINDOW = {"sliding_window": ("attention.sliding_window", int)}
 
 
@@ -206,6 +210,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _PRE_NORMS | _ATTENTION | _FUSED_QKV | _FUSED_MLP,
         _WINDOW,
         is_partial=True,
+    ),
+    "command-r": Architecture(
+        "CohereForCausalLM",
+        "cohere",
+        {**_ATTENTION, **_QK_NORMS, **_MLP, "attn_norm": "input_layernorm"},
+        _LAYER_NORMS,
+    ),
+    "cohere2": Architecture(
+        "Cohere2ForCausalLM",
+        "cohere2",
+        {**_ATTENTION, **_MLP, "attn_norm": "input_layernorm"},
+        {**_LAYER_NORMS, **_WINDOW},
     ),
     "glm4": Architecture(
         "Glm4ForCausalLM",

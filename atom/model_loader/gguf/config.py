@@ -161,7 +161,6 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_hidden_layers": metadata.require(own + "block_count", int),
         "num_key_value_heads": metadata.get(own + "attention.head_count_kv", int, heads),
-        "rms_norm_eps": metadata.require(own + "attention.layer_norm_rms_epsilon", float),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "vocab_size": embedding.shape[0],
         "dtype": str(dtype).removeprefix("torch."),
@@ -169,6 +168,9 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
         **architecture.constants,
         **_fields(file, architecture),
     }
+    if "layer_norm_eps" not in architecture.fields:
+        eps = metadata.require(own + "attention.layer_norm_rms_epsilon", float)
+        config["rms_norm_eps"] = eps
     if architecture.is_latent:
         config |= _latent_sizes(file)
     else:

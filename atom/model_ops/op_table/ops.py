@@ -111,6 +111,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("triton.rms_norm:add_rms_norm", "triton.rms_norm:refuses"),
         kernel("torch.elementwise:add_rms_norm"),
     ),
+    "layer_norm": (
+        invariant("native.elementwise:layer_norm"),
+        invariant("torch.elementwise:layer_norm"),
+    ),
     "rms_norm_pair": (
         invariant("triton.rms_norm:rms_norm_pair", "triton.rms_norm:refuses_pair"),
         invariant("torch.elementwise:rms_norm_pair", note=one_by_one),

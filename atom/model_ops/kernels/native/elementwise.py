@@ -12,6 +12,7 @@ from atom.model_ops.kernels.native.bindings import (
 )
 
 _norm = Kernels("rms_norm", "5P5qdq")
+_layer_norm = Kernels("layer_norm", "3P6qdq")
 _silu = Kernels("silu_and_mul", "2P4q")
 _gelu = Kernels("gelu_and_mul", "2P4q")
 _add = Kernels("add", "2P2q")
@@ -30,6 +31,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = x.new_empty(*shape)
     pointers = x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0
     _norm(x.dtype, *pointers, *layout, size, eps, num_threads())
+    return out
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """[..., size] or [T, heads, size] with a weight for each head -> the same shape."""
+    shape, size = x.shape, weight.shape[-1]
+    if x.dtype is not weight.dtype or shape[-weight.dim() :] != weight.shape:
+        raise mismatch("layer_norm", x=x, weight=weight)
+    x, layout = _norm_rows(x, size)
+    out = x.new_empty(*shape)
+    pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    weight_rows = weight.numel() // size
+    _layer_norm(x.dtype, *pointers, *layout, size, weight_rows, eps, num_threads())
     return out
 
 

@@ -67,6 +67,49 @@ int64_t rms_norm(const NormArgs& a) {
   return 0;
 }
 
+struct LayerNormArgs {
+  const void* x;       // [outer, inner, size], strides outer_stride and inner_stride
+  const void* weight;  // [weight_rows, size]: row i of x has that of i modulo weight_rows
+  void* out;           // [outer * inner, size]
+  int64_t outer, inner, outer_stride, inner_stride, size, weight_rows;
+  double eps;
+  int64_t threads;
+};
+
+template <class T>
+int64_t layer_norm(const LayerNormArgs& a) {
+  const int64_t rows = a.outer * a.inner, size = a.size;
+  run_shares(rows, threads_for(rows * size, a.threads), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = static_cast<const T*>(a.x) + row / a.inner * a.outer_stride +
+                   row % a.inner * a.inner_stride;
+      const T* weight = static_cast<const T*>(a.weight) + row % a.weight_rows * size;
+      T* out = static_cast<T*>(a.out) + row * size;
+      vfloat total = {};
+      for (int64_t i = 0; i < size; i += kLanes) total = total + load_some(x + i, size - i);
+      const float mean = sum(total) / float(size);
+      vfloat squares = {};
+      float rest = 0.0f;
+      int64_t done = 0;
+      for (; done + kLanes <= size; done += kLanes) {
+        const vfloat v = load_some(x + done, kLanes) - mean;
+        squares = fma(v, v, squares);
+      }
+      for (; done < size; ++done) {
+        const float v = load_one(x + done) - mean;
+        rest += v * v;
+      }
+      const float variance = (sum(squares) + rest) / float(size);
+      const float inverse = 1.0f / std::sqrt(variance + float(a.eps));
+      for (int64_t i = 0; i < size; i += kLanes) {
+        const vfloat normed = (load_some(x + i, size - i) - mean) * inverse;
+        store_rounded_some(out + i, normed * load_some(weight + i, size - i), size - i);
+      }
+    }
+  });
+  return 0;
+}
+
 struct GateArgs {
   const void* x;  // [rows, 2 * size]: gate beside up, rows `x_stride` elements apart
   void* out;      // [rows, size]
@@ -279,6 +322,9 @@ int64_t mask_tokens(const MaskArgs& a) {
 #define ATOM_DEFINE(type, name)                                               \
   ATOM_EXPORT int64_t atom_rms_norm_##name(const atom::NormArgs* args) {      \
     return atom::rms_norm<type>(*args);                                       \
+  }                                                                           \
+  ATOM_EXPORT int64_t atom_layer_norm_##name(const atom::LayerNormArgs* args) { \
+    return atom::layer_norm<type>(*args);                                     \
   }                                                                           \
   ATOM_EXPORT int64_t atom_silu_and_mul_##name(const atom::GateArgs* args) {  \
     return atom::gate_and_mul<type, atom::Silu>(*args);                       \
