@@ -56,7 +56,7 @@ def check_fit(
     """
     if tensors is not None:
         _check_layers(tensors, source)
-    sketch = _create(create, source, context)
+    sketch = create_sketch(create, source, context)
     if tensors is not None:
         targets = find_targets(sketch)
         placements = place_tensors(tensors, sketch.weight_mapping, targets, source.path)
@@ -75,8 +75,15 @@ def _check_layers(tensors: Sequence[CheckpointTensor], source: ModelSource) -> N
         )
 
 
-def _create(create: Callable[[LayerContext], M], source: ModelSource, context: LayerContext) -> M:
-    """Build the model on the meta device; errors are attributed to the configuration."""
+def create_sketch(
+    create: Callable[[LayerContext], M], source: ModelSource, context: LayerContext
+) -> M:
+    """Build the model on the meta device.
+
+    Raises:
+        ConfigError: when the configuration describes no model that can be built, naming it.
+        OpUnavailableError: when no implementation computes one of its layers.
+    """
     try:
         return create(dataclasses.replace(context, device=_META, max_model_len=1))
     except (ConfigError, OpUnavailableError):

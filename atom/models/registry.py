@@ -131,7 +131,9 @@ def _class_of_transformers(names: list[str], model_type: object) -> str | None:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    known = None
+    if isinstance(model_type, str):
+        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     for name in names:
         # Publishers' own names of what transformers has by another name.
         foreign = name.endswith("ForCausalLM") and not hasattr(transformers, name)

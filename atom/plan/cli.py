@@ -162,9 +162,7 @@ def _source(model: str) -> ModelSource:
 
 
 def _sizes(source: ModelSource, cache_dtype: torch.dtype, num_ranks: int) -> RankSizes:
-    return rank_sizes(
-        source.hf_config, source.quantization, source.default_dtype, cache_dtype, num_ranks
-    )
+    return rank_sizes(source, source.default_dtype, cache_dtype, num_ranks)
 
 
 def _positive(name: str, value: int) -> int:

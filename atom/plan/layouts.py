@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from atom.config import ConfigError
 from atom.plan.gpus import Gpu
 from atom.plan.sizes import RankSizes
 
@@ -91,14 +92,14 @@ def plan_layouts(
     """All layouts over `num_gpus`; empty if the model does not split over them at all.
 
     Args:
-        sizes_on: sizes on one of so many ranks that split every layer; ValueError if they cannot.
+        sizes_on: sizes on one of so many ranks that split every layer; ConfigError if they cannot.
     """
     plans = []
     whole = sizes_on(1)
     try:
         split = sizes_on(num_gpus)
         plans.append(_plan(f"TP{num_gpus}", num_gpus, split, gpu, load, costs, whole_experts=False))
-    except ValueError:
+    except ConfigError:
         split = None
     if whole.num_experts % num_gpus or num_gpus == 1 or not whole.num_experts:
         return plans

@@ -7,7 +7,7 @@ its weights are stored and cut, and what its attention layers cache.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,15 +15,13 @@ from torch import nn
 from atom.distributed.parallel_state import ParallelGroup
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
+from atom.model_loader.sketch import create_sketch
+from atom.model_loader.source import ModelSource
 from atom.model_ops.embedding import VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.moe import FusedMoE
-from atom.model_ops.quant.base import QuantConfig
 from atom.models.registry import create_model
 from atom.platform import cpu_platform
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _BLOCK = 16
 
@@ -58,32 +56,27 @@ class RankSizes:
 
 
 def rank_sizes(
-    config: PretrainedConfig,
-    quantization: QuantConfig,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    num_ranks: int,
+    source: ModelSource, dtype: torch.dtype, cache_dtype: torch.dtype, num_ranks: int
 ) -> RankSizes:
     """The sizes on one of `num_ranks` ranks that split every layer.
 
     Raises:
-        ConfigError: when the model is not supported.
-        ValueError: when it does not split so.
+        ConfigError: when the model is not supported, or does not split so.
     """
     context = replace(
         LayerContext.create(dtype, 1, cpu_platform()),
-        device=torch.device("meta"),
         group=ParallelGroup(0, num_ranks),
-        quant=quantization,
+        quant=source.quantization,
     )
-    model = create_model(config, context)
-    text = config.get_text_config()
+    wanted = "auto" if source.implementation is None else source.implementation.kind
+    model = create_sketch(partial(create_model, source.hf_config, wanted=wanted), source, context)
+    text = source.hf_config.get_text_config()
     experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
     embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
     of_experts, of_embeddings = _bytes_of(*experts), _bytes_of(*embeddings)
     num_experts = experts[0].num_experts if experts else 0
     is_tied = not any(True for _ in model.output_head.parameters())
-    cache = PagedCache(attention_layers(model), _BLOCK, cache_dtype, context.device)
+    cache = PagedCache(attention_layers(model), _BLOCK, cache_dtype, torch.device("meta"))
     return RankSizes(
         embedding=0 if is_tied else of_embeddings,
         expert=of_experts // num_experts if experts else 0,

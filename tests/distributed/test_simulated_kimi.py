@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sizes_of(folder: Path) -> RankSizes:
     source = resolve_model(ModelOptions(model=str(folder), load_format="dummy"))
-    return rank_sizes(source.hf_config, source.quantization, *[torch.float32] * 2, RANKS)
+    return rank_sizes(source, *[torch.float32] * 2, RANKS)
 
 
 def bench_of(folder: Path, rank: int) -> tuple[ModelBench, LoneCollectives]:

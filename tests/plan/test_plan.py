@@ -25,7 +25,7 @@ MI355X = find_gpu("mi355x")
 def sizes_of(folder: Path, ranks: int) -> RankSizes:
     source = resolve_model(ModelOptions(model=str(folder), load_format="dummy"))
     dtype = torch.float32
-    return rank_sizes(source.hf_config, source.quantization, dtype, dtype, ranks)
+    return rank_sizes(source, dtype, dtype, ranks)
 
 
 @pytest.mark.parametrize("family", [checkpoints.llama, checkpoints.kimi_k25])

@@ -33,6 +33,7 @@ _COUNTS = {
     "n_routed_experts": 1 << 16,
     "num_experts_per_tok": 1 << 16,
     "num_aux_hidden_states": 1 << 10,
+    "decoder_sparse_step": 1 << 10,
     "max_position_embeddings": 1 << 28,
 }
 # The same, with a minimum of 0.
@@ -45,10 +46,19 @@ _COUNTS_OR_NONE = {
     "num_labels": 1 << 20,
 }
 # Must be positive.
-_POSITIVE = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "routed_scaling_factor")
+_POSITIVE = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "rope_theta",
+    "partial_rotary_factor",
+    "routed_scaling_factor",
+    "logits_scaling",
+    "query_pre_attn_scalar",
+)
 _ROPE = ("rope_parameters", "rope_scaling")
 _ROPE_POSITIVE = (
     "rope_theta",
+    "partial_rotary_factor",
     "factor",
     "original_max_position_embeddings",
     "low_freq_factor",
@@ -62,6 +72,11 @@ _ROPE_NOT_NEGATIVE = ("mscale", "mscale_all_dim")
 _LARGEST = 1e18
 # In tokens; 0 and -1 mean "off".
 _LARGEST_WINDOW = 1 << 31
+# An entry for each layer.
+_OF_LAYERS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+_ROPE_NOT_NULL = ("rope_type", "rope_theta", "partial_rotary_factor")
+# Of layers, which may have RoPE parameters of their own.
+_ROPE_LAYER_TYPES = ("full_attention", "sliding_attention")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "rope_interleave", "norm_topk_prob")
 
 
@@ -90,6 +105,27 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
     for name, inner in config.items():
         if name.endswith("_config") and isinstance(inner, dict):
             check_config(inner, f"{where}: {name}")
+
+
+def check_layers(config: Mapping[str, Any], where: str) -> None:
+    """Refuse lists with too few entries for the layers.
+
+    Args:
+        config: of a language model, completed by its defaults.
+
+    Raises:
+        ConfigError: with the field.
+    """
+    layers = int(config.get("num_hidden_layers") or 0)
+    for name in _OF_LAYERS:
+        entries = config.get(name)
+        if entries is not None and (
+            not isinstance(entries, (list, tuple)) or len(entries) < layers
+        ):
+            raise ConfigError(
+                f"{where}: {name} should have an entry for each of num_hidden_layers={layers}, "
+                f"got {_show(entries)}"
+            )
 
 
 def _check_counts(config: Mapping[str, Any], where: str) -> None:
@@ -123,6 +159,10 @@ def _check_rope(config: Mapping[str, Any], field: str, where: str) -> None:
     where = f"{where}: {field}"
     if not isinstance(rope, dict):
         raise ConfigError(f"{where} should be an object, got {_show(rope)}")
+    for kind in _ROPE_LAYER_TYPES:
+        _check_rope(rope, kind, where)
+    if nulls := [name for name in _ROPE_NOT_NULL if name in rope and rope[name] is None]:
+        raise ConfigError(f"{where}: {', '.join(nulls)} should not be null")
     for name in _ROPE_POSITIVE:
         _check_number(rope, name, where, zero=False)
     for name in _ROPE_NOT_NEGATIVE:

@@ -63,10 +63,21 @@ def check_model(model_class: type[PreTrainedModel], config: PretrainedConfig) ->
     except ConfigError as error:
         raise ConfigError(f"{name} is not supported: {error}") from None
     except Exception as error:  # whatever modelling code raises
-        told = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise ConfigError(
-            f"{name} is not supported: a small copy cannot be tried ({told})"
-        ) from error
+        cause, what = error, "a small copy cannot be tried"
+        if (theirs := _own_error(model_class, config)) is not None:
+            cause, what = theirs, "transformers itself cannot build it from this configuration"
+        told = f"{type(cause).__name__}: {cause}".splitlines()[0][:200]
+        raise ConfigError(f"{name} is not supported: {what} ({told})") from cause
+
+
+def _own_error(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Exception | None:
+    """What transformers raises that builds the model of this configuration, without memory."""
+    try:
+        with torch.device("meta"):
+            model_class(copy.deepcopy(config))
+    except Exception as error:
+        return error
+    return None
 
 
 def _stated_reason(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str | None:
@@ -185,11 +196,17 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
     """
     fields = copy.deepcopy(config.to_dict())
     layers, keep = int(config.num_hidden_layers), _layers_to_keep(config)
+    if getattr(config, "num_kv_shared_layers", 0):
+        # The last layers read what earlier ones cached, one of each kind.
+        fields["num_kv_shared_layers"] = keep
+        keep = min(layers, 2 * keep)
     factor, kv_factor = _head_factors(config)
     windows: dict[int, int] = {}
     for name, value in fields.items():
         if isinstance(value, (list, tuple)) and len(value) == layers and layers > 1:
             fields[name] = list(value[:keep])
+        elif name == "per_layer_config" and isinstance(value, dict):
+            fields[name] = {layer: own for layer, own in value.items() if int(layer) < keep}
         elif type(value) is not int:
             continue
         elif _is_heads(name):
