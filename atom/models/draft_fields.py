@@ -23,6 +23,13 @@ initializer_range use_cache attention_dropout hidden_dropout dropout pretraining
 max_window_layers chunk_size_feed_forward id2label label2id problem_type
 return_dict output_attentions output_hidden_states output_router_logits is_encoder_decoder
 attn_implementation _attn_implementation _attn_implementation_autoset use_flash_attn
+add_cross_attention bad_words_ids begin_suppress_tokens cross_attention_hidden_size
+diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size finetuning_task
+forced_bos_token_id forced_eos_token_id is_decoder length_penalty max_length min_length
+no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores prefix
+pruned_heads remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens
+task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p
+torchscript typical_p use_bfloat16
 """
 
 # Values that have no effect, besides null, false and empty.

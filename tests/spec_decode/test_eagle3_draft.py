@@ -90,11 +90,16 @@ def check_against_reference(
     target: Target,
     rows: Rows,
     tensors: dict[str, torch.Tensor] | None = None,
+    written: dict[str, Any] | None = None,
 ) -> None:
-    """Prefill rows and four draft steps equal the reference, alone and in a batch of two."""
+    """Prefill rows and four draft steps equal the reference, alone and in a batch of two.
+
+    Args:
+        written: the config in another layout.
+    """
     tensors = draft_tensors(raw) if tensors is None else tensors
     embed, head = target[0].token_embedding.weight, target[0].output_head.weight
-    draft = load(write_draft(folder, raw, tensors), *target)
+    draft = load(write_draft(folder, written or raw, tensors), *target)
     reference = ReferenceDraft(raw, tensors, embed, head)
     bench = DraftBench(draft)
     size = raw.get("target_hidden_size", HIDDEN)
@@ -126,6 +131,27 @@ def test_mha_draft_equals_reference(
     name: str, tmp_path: Path, llama_target: Target, random_rows: Rows
 ) -> None:
     check_against_reference({**MHA, **MHA_VARIANTS[name]}, tmp_path, llama_target, random_rows)
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_the_layout_of_speculators(
+    stated: bool, tmp_path: Path, llama_target: Target, random_rows: Rows
+) -> None:
+    """Whose residual is the norm, if the config does not say it."""
+    flat = ("architectures", "eagle_config", "draft_vocab_size")
+    written = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": MHA["draft_vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "transformer_layer_config": {
+            **{key: MHA[key] for key in MHA if key not in flat},
+            "num_hidden_layers": 1,
+        },
+        **({"norm_before_residual": False} if stated else {}),
+    }
+    raw = {**MHA, "norm_before_residual": not stated}
+    check_against_reference(raw, tmp_path, llama_target, random_rows, written=written)
 
 
 @pytest.mark.parametrize("name", MLA_VARIANTS)

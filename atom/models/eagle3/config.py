@@ -35,7 +35,12 @@ MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 PARALLEL_ARCHITECTURE = "PeagleLlamaForCausalLM"
 PARALLEL_SPECULATOR = "PEagleSpeculator"
 _PARALLEL = (PARALLEL_ARCHITECTURE, PARALLEL_SPECULATOR)
-_ARCHITECTURES = (MHA_ARCHITECTURE, MLA_ARCHITECTURE, *_PARALLEL)
+# The speculators library has two names for the same.
+_SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
+_ARCHITECTURES = (
+    *(MHA_ARCHITECTURE, "Eagle3LlamaForCausalLM", MLA_ARCHITECTURE),
+    *(*_SPECULATORS, *_PARALLEL),
+)
 
 _DEFAULT_NUM_AUX = 3
 _KEYS = (
@@ -59,8 +64,17 @@ _KEYS = (
     routed_scaling_factor scoring_func topk_group topk_method aux_loss_alpha seq_aux ep_size
     router_aux_loss_coef qk_head_dim target_model_type target_layer_count
     eagle_decoder_type num_target_layers mask_token_id block_size num_anchors
+    next_layer_regular parallel_draft_heads_num_layers has_lm_head reuse_target_lm_head
+
+    use_input_layernorm_in_first_layer use_last_layernorm parallel_draft_step
     """
 )
+# What ModelOpt writes, and the only value that is supported.
+_FIXED: dict[str, object] = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "parallel_draft_step": 1,
+}
 _SCHEMA = Schema.of(("eagle_config", "dflash_config"), _KEYS)
 _PARALLEL_KEYS = f"{_KEYS} norm_before_fc pard_token ptd_token_id parallel_drafting"
 _PARALLEL_SCHEMA = Schema.of(("eagle_config",), _PARALLEL_KEYS)
@@ -74,7 +88,7 @@ class Eagle3Config:
     """An Eagle3 draft's `config.json`.
 
     Attributes:
-        architecture: `LlamaForCausalLMEagle3` or `Eagle3DeepseekV2ForCausalLM`.
+        architecture: one of `_ARCHITECTURES`.
         network: sizes, biases and RoPE of the decoder layer, with the field names of transformers'
             Llama and DeepSeek-V3 configurations (not their classes, which refuse some sizes);
             `sliding_window` is None for full attention.
@@ -162,6 +176,12 @@ class Eagle3Config:
         if fields.flag("norm_before_fc") and fields.flag("fc_norm"):
             raise fields.error("norm_before_fc and fc_norm exclude each other")
         num_layers = fields.integer("num_hidden_layers") if is_parallel else 1
+        is_speculator = architecture in _SPECULATORS
+        if is_speculator and fields.integer("num_hidden_layers") != 1:
+            raise fields.error(
+                f"num_hidden_layers={fields.get('num_hidden_layers')} is not supported; an "
+                f"{architecture} has one layer"
+            )
         network = _mla_network(fields) if is_mla else _mha_network(fields, num_layers)
         check_config(network.to_dict(), fields.where)
         stated = None if fields.get("speculators_model_type") is None else BOUNDARY
@@ -173,7 +193,7 @@ class Eagle3Config:
             target_hidden_size=fields.integer("target_hidden_size", fields.integer("hidden_size")),
             aux_layers=aux_layers,
             num_aux_hidden_states=_num_aux(fields, aux_layers),
-            norm_before_residual=fields.flag("norm_before_residual"),
+            norm_before_residual=fields.flag("norm_before_residual", is_speculator),
             fc_norm=fields.flag("fc_norm"),
             norm_output=fields.flag("norm_output"),
             norm_before_fc=fields.flag("norm_before_fc"),
@@ -213,7 +233,7 @@ class Eagle3Config:
 def _fields(raw: Mapping[str, Any], where: str) -> Fields:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    if name == PARALLEL_SPECULATOR:
+    if name in (*_SPECULATORS, PARALLEL_SPECULATOR):
         return Fields(with_layer_defaults(raw, where, ("llama",)), where, _SPECULATORS_SCHEMA)
     return Fields(raw, where, _PARALLEL_SCHEMA if name == PARALLEL_ARCHITECTURE else _SCHEMA)
 
@@ -221,7 +241,7 @@ def _fields(raw: Mapping[str, Any], where: str) -> Fields:
 def _architecture(fields: Fields) -> str:
     given = fields.get("architectures")
     names = given if isinstance(given, list) else []
-    supported = " and ".join(_ARCHITECTURES)
+    supported = ", ".join(_ARCHITECTURES)
     if not names or names[0] not in _ARCHITECTURES:
         raise fields.error(
             f"architecture {names[0] if names else given!r} is no Eagle3 draft; supported are "
@@ -232,7 +252,7 @@ def _architecture(fields: Fields) -> str:
     if (architecture == MLA_ARCHITECTURE) != bool(rank):
         raise fields.error(
             f"architecture {architecture} contradicts kv_lora_rank={rank!r}: of {supported} only "
-            f"the second has a kv_lora_rank"
+            f"{MLA_ARCHITECTURE} has a kv_lora_rank"
         )
     return architecture
 
@@ -243,6 +263,9 @@ def _refuse_unsupported(fields: Fields) -> None:
             "use_aux_hidden_state=false is not supported: Eagle3 drafts read hidden states from "
             "between the target's layers"
         )
+    for name, value in _FIXED.items():
+        if fields.get(name) not in (None, value):
+            raise fields.error(f"{name}={fields.get(name)!r} is not supported; only {value!r} is")
     refuse_activations(fields)
 
 
