@@ -33,6 +33,7 @@ TASKS = ("auto", "generate", "embed", "score")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 MODEL_IMPLS = ("auto", "atom", "transformers")
 LOAD_STRATEGIES = ("lazy", "prefetch")
+CANARIES = ("log", "raise")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 ACTIVATIONS = ("auto", "int8", "float")
@@ -244,6 +245,12 @@ class CacheOptions(Options):
         None, "size of the KV cache, such as 2GiB", parse=parse_bytes, at_least=1
     )
     enable_prefix_caching: bool = option(True, "reuse the KV cache of shared prefixes")
+    debug_kv_canary: str | None = option(
+        None,
+        "check at random places that sequences read the KV that was written for them; a wrong read "
+        "is logged, or ends the engine (raise). For finding defects: steps become slower",
+        choices=CANARIES,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -358,6 +365,11 @@ class EngineConfig(Options):
         self._check_draft_ranks()
         if self.scheduler.overlap and self.overlap_obstacle is not None:
             raise ConfigError(f"overlap: {self.overlap_obstacle}; leave --overlap out")
+        if self.cache.debug_kv_canary is not None and self.synthetic_acceptance_length is not None:
+            raise ConfigError(
+                "debug_kv_canary: drafts that are accepted at random leave the KV of other tokens "
+                "than the answer's; leave --debug-kv-canary or the synthetic acceptance out"
+            )
 
     @property
     def synthetic_acceptance_length(self) -> float | None:

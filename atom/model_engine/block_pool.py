@@ -170,6 +170,19 @@ class BlockPool:
             f"blocks {sorted(by_block)} are cached although prefix caching is off",
         )
 
+    def check_published(self, block_id: int, block_hash: BlockHash) -> None:
+        """Check the hash of a block that a sequence published or was given; it has none if another
+        block had that hash before.
+
+        Raises:
+            AssertionError: when it has another.
+        """
+        known = self._hashes[block_id]
+        _check(
+            known is None or known == block_hash,
+            f"block {block_id} is found by a hash that its tokens do not have",
+        )
+
     def check_references(self, tables: Iterable[Sequence[int]]) -> None:
         """Compare the reference counts with the block tables of all live sequences.
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-from atom.batch import RankStep
+from atom.batch import LaunchedStep, RankStep, ScheduledBatch
+from atom.kv_cache.builders import attention_layers
+from atom.kv_cache.canary import KVCanary
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts
@@ -16,10 +19,19 @@ from atom.model_engine.step.planned_graphs import draft_numbers
 from atom.model_engine.step.recorded_steps import RecordedSteps
 from atom.model_engine.step.step_graphs import StepGraphs
 from atom.model_engine.step.step_runner import StepRunner, runs_op_by_op
+from atom.model_engine.step.watched_steps import WatchedInputs, WatchedRunner
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
 from atom.sampling.synthetic import SyntheticAcceptance
+
+
+class Launcher(Protocol):
+    """Launches steps."""
+
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """As `ModelRunner.launch`."""
+        ...
 
 
 def create_runner(
@@ -43,6 +55,21 @@ def create_runner(
     inputs = _create_inputs(rank, parts, sampler, carried)
     steps = _create_steps(rank, parts, sampler, inputs)
     return ModelRunner(inputs, steps, sampler, parts.drafter, publish, carried)
+
+
+def create_watch(rank: Rank, parts: RankParts, runner: ModelRunner, num_blocks: int) -> Launcher:
+    """What launches a runner's steps: itself, or a canary around it. Its caches must be bound."""
+    cache = rank.config.cache
+    if cache.debug_kv_canary is None:
+        return runner
+    canary = KVCanary(
+        [layer.kv_cache for layer in attention_layers(parts.model).values()],
+        num_blocks,
+        cache.block_size,
+        checks_successors=parts.proposer.lookahead.kv_depends_on_successor,
+        raises=cache.debug_kv_canary == "raise",
+    )
+    return WatchedRunner(runner.launch, runner.inputs, canary)
 
 
 def _create_sampler(rank: Rank, parts: RankParts, rows: SamplingRows, ops: SamplingOps) -> Sampler:
@@ -80,7 +107,8 @@ def _create_inputs(
     carried: CarriedRows | None,
 ) -> InputBuilder:
     scheduler = rank.config.scheduler
-    return InputBuilder(
+    create = InputBuilder if rank.config.cache.debug_kv_canary is None else WatchedInputs
+    return create(
         runs_op_by_op if parts.graphs is None else parts.graphs.fit,
         sampler,
         None if parts.graphs is None else parts.graphs.plan,

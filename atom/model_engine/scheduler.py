@@ -225,7 +225,7 @@ class Scheduler:
         return self._counts.stats(len(self._running), len(self._waiting), self._pool.num_used)
 
     def check_integrity(self) -> None:
-        """Check the pool's state, also against the live block tables.
+        """Check the pool's state, also against the live block tables and what they published.
 
         Raises:
             AssertionError: saying what is inconsistent.
@@ -233,6 +233,8 @@ class Scheduler:
         self._pool.check_integrity()
         holders = [*self._live.values(), *self._in_flight.ended]
         self._pool.check_references(seq.block_ids for seq in holders)
+        for seq in self._live.values():
+            self._prefixes.check_integrity(seq)
 
     def _schedule_running(self, plan: PlannedBatch, before: LaunchedStep | None) -> bool:
         """Schedule running sequences, preempting the last ones when blocks run out.

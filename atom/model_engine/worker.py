@@ -14,7 +14,7 @@ from atom.messages import EngineLimits
 from atom.model_engine.expert_ranks import has_spread_experts
 from atom.model_engine.rank import Rank, dtype_name, take_device
 from atom.model_engine.rank_parts import ProposerFactory, build_parts
-from atom.model_engine.runner_parts import create_runner
+from atom.model_engine.runner_parts import create_runner, create_watch
 from atom.model_engine.start_up.cpu_threads import take_threads
 from atom.model_engine.start_up.kv_memory import allocate_kv_cache, fit_context
 from atom.model_engine.start_up.start_log import log_start
@@ -36,6 +36,7 @@ class Worker:
         ops: the implementations selected for the target's and the draft's ops.
         parts: what the runner is made of.
         inputs: copies batches to the device.
+        launcher: launches steps: the runner, or what watches them.
         drafts_share_experts: whether the draft model has experts on other ranks.
 
     Args:
@@ -78,6 +79,7 @@ class Worker:
         if self._is_gpu:
             stages.begin("warming up")
             warm_up(rank, self.parts, self._runner, num_blocks)
+        self.launcher = create_watch(rank, self.parts, self._runner, num_blocks)
         stages.begin("ready")
         self.limits = _limits(rank, self.parts.model, num_blocks)
         self.depth = 2 if rank.overlaps else 1
@@ -99,7 +101,7 @@ class Worker:
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         started = time.perf_counter()
-        launched = self._runner.launch(batch)
+        launched = self.launcher.launch(batch)
         collect = partial(self._collect, batch, launched, started, time.perf_counter())
         return LaunchedStep(collect, launched.num_drafts, launched.draft_source)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atom.model_engine.block_pool import BlockHash, BlockPool
+from atom.model_engine.block_pool import BlockHash, BlockPool, hash_block, root_hash
 from atom.model_engine.sequence import Sequence
 
 
@@ -42,6 +42,24 @@ class PrefixCache:
         for index in range(seq.num_published, len(hashes)):
             self._pool.publish(seq.block_ids[index], hashes[index])
         seq.num_published = len(hashes)
+
+    def check_integrity(self, seq: Sequence) -> None:
+        """Check that what a sequence has published is computed, and found by its tokens alone.
+
+        Raises:
+            AssertionError: saying what is inconsistent.
+        """
+        size = self._pool.block_size
+        if seq.num_published * size > seq.num_computed:
+            raise AssertionError(
+                f"{seq.request.id!r} has published {seq.num_published} blocks of {size} tokens and "
+                f"computed {seq.num_computed} tokens"
+            )
+        parent = root_hash(seq.request.cache_salt)
+        for index, block_id in enumerate(seq.block_ids[: seq.num_published]):
+            start = index * size
+            parent = hash_block(parent, seq.token_ids[start : start + size + self._overlap])
+            self._pool.check_published(block_id, parent)
 
     def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:
         """Hashes of the full blocks in the first `num_tokens` tokens, which must be followed by
