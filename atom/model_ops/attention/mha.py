@@ -11,12 +11,17 @@ from atom.model_ops.attention.cached_attention import CachedAttention, StoredPar
 from atom.model_ops.attention.kv_scale import KVScale
 from atom.model_ops.attention.metadata import AttentionMetadata, CacheTensor, KVCacheTensor
 from atom.model_ops.attention.mixed_batch import attend_by_length
+from atom.model_ops.attention.sinks import HeadSinks
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.rotary import RotaryEmbedding
 
 
 class Attention(CachedAttention):
     """Rotates, writes keys and values to the KV cache, then attends over it.
+
+    Args:
+        softcap: scaled scores s become softcap * tanh(s / softcap); None for no cap.
+        sinks: a score more in each head's softmax.
 
     Attributes:
         kv_cache: bound before the first forward.
@@ -33,6 +38,8 @@ class Attention(CachedAttention):
         scale: float,
         context: LayerContext,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: HeadSinks | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -41,6 +48,8 @@ class Attention(CachedAttention):
         self.scale = scale
         # Some checkpoint configs use 0 or -1 for "off".
         self.sliding_window = sliding_window if sliding_window and sliding_window > 0 else None
+        self.softcap = softcap
+        self.sinks = sinks
         self.kv_scale = KVScale(context.device)
         self._context = context
 
@@ -79,8 +88,14 @@ class Attention(CachedAttention):
             block_size=cache.block_size,
             num_blocks=cache.key.shape[0],
             sliding_window=self.sliding_window or 0,
+            **self._special_scores(),
         )
         return functions
+
+    def _special_scores(self) -> dict[str, int]:
+        """What most layers do not have, as sizes of a query of the table of ops."""
+        present = {"softcap": self.softcap is not None, "sinks": self.sinks is not None}
+        return {name: 1 for name, is_there in present.items() if is_there}
 
     def forward(
         self,
@@ -105,7 +120,12 @@ class Attention(CachedAttention):
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)
 
     def _attend(self, op: Any, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        out: torch.Tensor = op(q, self.kv_cache, metadata, self.scale, self.sliding_window)
+        where = q, self.kv_cache, metadata, self.scale, self.sliding_window
+        out: torch.Tensor
+        if self.softcap is None and self.sinks is None:
+            out = op(*where)
+        else:
+            out = op(*where, self.softcap, None if self.sinks is None else self.sinks.weight)
         return out
 
     def write(

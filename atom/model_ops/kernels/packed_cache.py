@@ -19,6 +19,7 @@ import torch
 from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.kernels.aiter.support import refuses_storage, requires
 from atom.model_ops.kernels.probe import EntryPoint, function, lacks_programs
+from atom.model_ops.kernels.special_scores import refuses_special_scores
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
 from atom.model_ops.registry import OpQuery
 
@@ -78,7 +79,7 @@ def _refuses_packing(query: OpQuery) -> str | None:
         return f"packed caches have a block_size of {sizes}, not {shape['block_size']}"
     if shape["sliding_window"]:
         return f"the Gluon decode has no sliding_window={shape['sliding_window']}"
-    return refuses_storage(query) or _refuses_compiling()
+    return refuses_special_scores(query) or refuses_storage(query) or _refuses_compiling()
 
 
 def _refuses_compiling() -> str | None:

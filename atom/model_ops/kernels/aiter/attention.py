@@ -26,6 +26,7 @@ from atom.model_ops.kernels.packed_cache import (
     refuses_packed,
 )
 from atom.model_ops.kernels.probe import function
+from atom.model_ops.kernels.special_scores import refuses_special_scores
 from atom.model_ops.registry import OpQuery
 
 _PLAIN, _PACKED = PlainLayout(), PackedLayout()
@@ -50,7 +51,7 @@ def _refuses_sizes(query: OpQuery) -> str | None:
         return f"head_dim={shape['head_dim']} is above {_MAX_HEAD_DIM}"
     if shape["block_size"] < 16 or shape["block_size"] & (shape["block_size"] - 1):
         return f"block_size={shape['block_size']} is no power of two from 16 on"
-    return refuses_storage(query)
+    return refuses_special_scores(query) or refuses_storage(query)
 
 
 def _refuses_decode(query: OpQuery) -> str | None:

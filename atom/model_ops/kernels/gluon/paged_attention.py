@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES, AttentionMetadata, KVCacheTensor
+from atom.model_ops.kernels.special_scores import refuses_special_scores
 from atom.model_ops.kernels.triton.attention.flash import cache_arguments, describe
 from atom.model_ops.kernels.triton.attention.paged_attention import (
     launch_in_parts,
@@ -55,7 +56,7 @@ def refuses(query: OpQuery) -> str | None:
         return f"head_dim={shape['head_dim']} is none of {_HEAD_DIMS}"
     if shape["block_size"] not in _BLOCK_SIZES:
         return f"block_size={shape['block_size']} is none of {_BLOCK_SIZES}"
-    return None
+    return refuses_special_scores(query)
 
 
 @gluon.jit

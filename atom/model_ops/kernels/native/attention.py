@@ -16,7 +16,7 @@ from atom.model_ops.kernels.native.bindings import (
 from atom.model_ops.registry import OpQuery
 
 _write = Kernels("kv_cache_write", "7P6q")
-_attention = Kernels("paged_attention", "9P12qd")
+_attention = Kernels("paged_attention", "10P12q2d")
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -67,6 +67,8 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
 
@@ -77,12 +79,15 @@ def paged_attention(
 
     Args:
         scale: of the scores; positive.
+        softcap: scaled scores s become softcap * tanh(s / softcap).
+        sinks: [heads] float32, a score more in each head's softmax, whose value is 0.
 
     Raises:
         ValueError: when shapes or data types do not fit.
         IndexError: when a sequence's lengths or block ids are out of range.
     """
-    return _attend("paged_attention", True, q, kv_cache, metadata, scale, sliding_window)
+    special = softcap, sinks
+    return _attend("paged_attention", True, q, kv_cache, metadata, scale, sliding_window, *special)
 
 
 def block_attention(
@@ -91,13 +96,16 @@ def block_attention(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` whose queries see the keys after them, too.
 
     Raises:
         ValueError, IndexError: as `paged_attention`.
     """
-    return _attend("block_attention", False, q, kv_cache, metadata, scale, sliding_window)
+    special = softcap, sinks
+    return _attend("block_attention", False, q, kv_cache, metadata, scale, sliding_window, *special)
 
 
 def _attend(
@@ -108,6 +116,8 @@ def _attend(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     tokens, heads, head_dim = q.shape
     key, value = kv_cache.key, kv_cache.value
@@ -123,6 +133,8 @@ def _attend(
         raise mismatch(op, q=q, key=key, value=value)
     if not (_is_index(tables) and _is_index(lens) and _is_index(starts)):
         raise mismatch(op, tables=tables, context_lens=lens, starts=starts)
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype is not torch.float32):
+        raise mismatch(op, q=q, sinks=sinks)
     key_at, value_at, *scales = _cache_pointers(op, kv_cache, q)
     stride = heads * head_dim
     if not q.is_contiguous():
@@ -131,8 +143,9 @@ def _attend(
     pointers = q.data_ptr(), key_at, value_at, out.data_ptr()
     indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()
     shape = tokens, heads, kv_heads, head_dim, num_blocks, block_size, width, sequences
-    limits = stride, sliding_window or 0, causal, num_threads(), scale
-    wrong = _attention(dtype, *pointers, *indices, *scales, *shape, *limits)
+    sinks_at = 0 if sinks is None else sinks.data_ptr()
+    limits = stride, sliding_window or 0, causal, num_threads(), scale, softcap or 0.0
+    wrong = _attention(dtype, *pointers, *indices, *scales, sinks_at, *shape, *limits)
     if wrong:
         raise IndexError(describe_sequence(metadata, wrong - 1, num_blocks))
     return out

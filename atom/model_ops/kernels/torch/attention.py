@@ -18,6 +18,9 @@ from atom.model_ops.kernels.torch.paged import (
     write_rows,
 )
 
+# Cap of the scores, and sinks.
+_Special = tuple[float | None, torch.Tensor | None]
+
 
 class CacheWrite(Protocol):
     """The op `kv_cache_write`."""
@@ -72,12 +75,19 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
 
     The last query of a sequence sits at the last position of its context.
+
+    Args:
+        softcap: scaled scores s become softcap * tanh(s / softcap).
+        sinks: [heads] float32, a score more in each head's softmax, whose value is 0.
     """
-    return _attend_all(q, kv_cache, metadata, scale, sliding_window, causal=True)
+    special = softcap, sinks
+    return _attend_all(q, kv_cache, metadata, scale, sliding_window, special, causal=True)
 
 
 def block_attention(
@@ -86,11 +96,14 @@ def block_attention(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` whose queries see the keys after them, too: a sequence's queries, its last
     tokens, see each other and all of its context, or what a window leaves of it.
     """
-    return _attend_all(q, kv_cache, metadata, scale, sliding_window, causal=False)
+    special = softcap, sinks
+    return _attend_all(q, kv_cache, metadata, scale, sliding_window, special, causal=False)
 
 
 def _attend_all(
@@ -99,12 +112,13 @@ def _attend_all(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    special: _Special,
     causal: bool,
 ) -> torch.Tensor:
     out = torch.empty_like(q)
     for length, rows, tokens in by_query_length(metadata, q.device):
         batch = (q if tokens is None else q[tokens]).view(len(rows), length, *q.shape[1:])
-        attended = _attend(batch, kv_cache, metadata, rows, scale, sliding_window, causal)
+        attended = _attend(batch, kv_cache, metadata, rows, scale, sliding_window, special, causal)
         attended = attended.flatten(0, 1)
         if tokens is None:
             return attended
@@ -119,6 +133,7 @@ def _attend(
     rows: list[int],
     scale: float,
     sliding_window: int | None,
+    special: _Special,
     causal: bool,
 ) -> torch.Tensor:
     """q [b, L, heads, d] of sequences `rows`, all with L queries."""
@@ -137,6 +152,35 @@ def _attend(
     if mask is not None:
         mask = mask[:, None, None].expand(num_seqs, 1, group, length, longest)
         mask = mask.reshape(num_seqs, 1, group * length, longest)
-    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    if special == (None, None):
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    else:
+        out = _attend_specially(grouped, key, value, mask, scale, *special)
     out = out.view(num_seqs, kv_heads, group, length, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(num_seqs, length, heads, head_dim).to(q.dtype)
+
+
+def _attend_specially(
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q [b, kv_heads, group * L, d] over keys and values [b, kv_heads, n, d], by definition."""
+    scores = (q @ key.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        num_seqs, kv_heads, rows, _ = scores.shape
+        of_heads = sinks.view(kv_heads, -1).repeat_interleave(
+            rows * kv_heads // sinks.numel(), dim=1
+        )
+        column = of_heads[None, :, :, None].expand(num_seqs, -1, -1, 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.kernels.triton.attention.flash import to_log2
+
 # Enough that writing a split's result costs little beside reading its keys.
 SPLIT_KEYS = 512
 _ROUND_BYTES = 256 << 20
@@ -24,7 +26,10 @@ _JOINED_ROWS = 8
 
 
 def in_rounds(
-    visit: Callable[[int, int, torch.Tensor, torch.Tensor], None], splits: int, out: torch.Tensor
+    visit: Callable[[int, int, torch.Tensor, torch.Tensor], None],
+    splits: int,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`out` [T, heads, d], dense: the attention whose splits 0 to `splits` are computed by `visit`.
 
@@ -32,6 +37,7 @@ def in_rounds(
         visit: from the keys of a split and the number of the first, writes means [T, heads, n, d]
             of n splits and log2 of their weights [T, heads, n], both float32. What it does not
             write counts nothing.
+        sinks: [heads] float32, a score more in each head's softmax, whose value is 0.
     """
     tokens, heads, width = out.shape
     if not out.numel():
@@ -49,10 +55,12 @@ def in_rounds(
             lse,
             state,
             out,
+            sinks,
             tokens * heads,
             count,
             int(first > 0),
             int(first + count >= splits),
+            HEADS=heads,
             WIDTH=width,
             PADDED=triton.next_power_of_2(width),
             ROWS=_JOINED_ROWS,
@@ -75,8 +83,8 @@ def num_seen_splits(context_len: int, window: int | None, queries: int) -> int:
 
 @triton.jit(do_not_specialize=["num_rows", "count", "is_later", "is_last"])
 def _join(
-    parts_ptr, lse_ptr, state_ptr, out_ptr, num_rows, count, is_later, is_last,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    parts_ptr, lse_ptr, state_ptr, out_ptr, sinks_ptr, num_rows, count, is_later, is_last,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add `count` splits of each row to its sums, and divide them after the last.
 
@@ -107,6 +115,12 @@ def _join(
         acc = acc * decay[:, None] + values * weight[:, None]
         top = new_top
     if is_last:
+        if sinks_ptr is not None:
+            sink = to_log2(tl.load(sinks_ptr + row % HEADS, mask=real, other=0.0))
+            new_top = tl.maximum(top, sink)
+            decay = tl.exp2(top - new_top)
+            total = total * decay + tl.exp2(sink - new_top)
+            acc = acc * decay[:, None]
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         out_ptrs = out_ptr + row[:, None] * WIDTH + columns[None, :]
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)

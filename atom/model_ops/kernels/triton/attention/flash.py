@@ -124,7 +124,7 @@ def query_rows(first_token, kv_head, rows, GROUP: tl.constexpr):
 
 @triton.jit
 def visit_keys(
-    state, q, positions, begin, end, pool, score_scale, window,
+    state, q, positions, begin, end, pool, score_scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr = True,
 ):  # fmt: skip
@@ -133,7 +133,8 @@ def visit_keys(
     `state` is (acc [M, D], total [M], top [M]): weighted values, and sums as in `soften`. q [M, D],
     query positions [M]. `pool` is (block table, keys and values of the head, strides of a block and
     a token). `begin` is a multiple of BLOCK_N. MASKED=False: every query sees every key, and `end`
-    is such a multiple, too. CAUSAL=False: a query sees the keys after it, too.
+    is such a multiple, too. With `softcap`, scaled scores are the argument of its tanh
+    (`special_arguments`). CAUSAL=False: a query sees the keys after it, too.
     """
     acc, total, top = state
     table_ptr, key_ptr, value_ptr, block_stride, token_stride = pool
@@ -150,6 +151,8 @@ def visit_keys(
         blocks = tile_blocks(table_ptr, start + BLOCK_N, last, BLOCK_SIZE, BLOCK_N)
         key = load_rows(key_ptr + base + offsets[:, None], HEAD_DIM, D).to(q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * score_scale
+        if softcap is not None:
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
         if MASKED:
             seen = (tokens < end)[None, :]
             if CAUSAL:
@@ -168,6 +171,27 @@ def nothing_seen(M: tl.constexpr, D: tl.constexpr):
     """The state of M rows before their first key."""
     acc = tl.zeros([M, D], tl.float32)
     return acc, tl.zeros([M], tl.float32), tl.full([M], float("-inf"), tl.float32)
+
+
+@triton.jit
+def no_key_seen(sinks_ptr, heads, real, M: tl.constexpr, D: tl.constexpr):
+    """The same, for the first split that of rows which have seen the sinks of their heads.
+
+    With sinks_ptr, splits are numbered by the third dimension of the grid.
+    """
+    acc, total, top = nothing_seen(M, D)
+    if sinks_ptr is not None:
+        seen = real & (tl.program_id(2) == 0)
+        sinks = tl.load(sinks_ptr + heads, mask=seen, other=float("-inf"))
+        top = to_log2(sinks)
+        total = tl.where(seen, 1.0, total)
+    return acc, total, top
+
+
+@triton.jit
+def to_log2(scores):
+    """Scores in log2 units."""
+    return scores * 1.4426950408889634
 
 
 @triton.jit
@@ -258,6 +282,19 @@ def cache_arguments(
         "head_stride": key.stride(2),
         "WINDOWED": sliding_window is not None,
     }
+
+
+def special_arguments(
+    scale: float, softcap: float | None, sinks: torch.Tensor | None
+) -> dict[str, Any]:
+    """Further arguments of those that take a cap and sinks, instead of others by their name.
+
+    With a cap, tanh(x) is computed as 1 - 2 / (2 ** (2 log2(e) x) + 1).
+    """
+    if softcap is None:
+        return {"softcap": None, "sinks_ptr": sinks}
+    factors = {"score_scale": 2 * scale * LOG2_E / softcap, "softcap": softcap * LOG2_E}
+    return {**factors, "sinks_ptr": sinks}
 
 
 def tile_arguments(q: torch.Tensor, key: torch.Tensor, tiles: KeyTiles) -> dict[str, Any]:

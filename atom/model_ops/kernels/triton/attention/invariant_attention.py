@@ -23,6 +23,8 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d], any lengths.
 
@@ -32,7 +34,7 @@ def paged_attention(
     Raises:
         ValueError: when the tensors do not fit together.
     """
-    return _attend(q, kv_cache, metadata, scale, sliding_window, causal=True)
+    return _attend(q, kv_cache, metadata, scale, sliding_window, softcap, sinks, causal=True)
 
 
 def prefill_attention(
@@ -41,9 +43,11 @@ def prefill_attention(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention`."""
-    return _attend(q, kv_cache, metadata, scale, sliding_window, causal=True)
+    return _attend(q, kv_cache, metadata, scale, sliding_window, softcap, sinks, causal=True)
 
 
 def block_attention(
@@ -52,9 +56,11 @@ def block_attention(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` whose queries see the keys after them, too."""
-    return _attend(q, kv_cache, metadata, scale, sliding_window, causal=False)
+    return _attend(q, kv_cache, metadata, scale, sliding_window, softcap, sinks, causal=False)
 
 
 def _attend(
@@ -63,6 +69,8 @@ def _attend(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
     causal: bool,
 ) -> torch.Tensor:
     visit = partial(
@@ -72,7 +80,8 @@ def _attend(
         metadata=metadata,
         scale=scale,
         sliding_window=sliding_window,
+        softcap=softcap,
         causal=causal,
     )
     splits = num_seen_splits(metadata.max_context_len, sliding_window, metadata.max_seqlen_q)
-    return in_rounds(visit, splits, q.new_empty(q.shape))
+    return in_rounds(visit, splits, q.new_empty(q.shape), sinks)

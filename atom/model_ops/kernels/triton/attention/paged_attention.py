@@ -20,9 +20,10 @@ from atom.model_ops.kernels.triton.attention.flash import (
     join,
     key_tiles,
     mean_value,
-    nothing_seen,
+    no_key_seen,
     padded,
     query_rows,
+    special_arguments,
     tile_arguments,
     visit_keys,
 )
@@ -49,7 +50,8 @@ _REDUCED_AT_ONCE = 16
 )
 def _attend(
     out_ptr, lse_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-    tables_ptr, lens_ptr, starts_ptr, padding_ptr, score_scale, window, table_stride,
+    tables_ptr, lens_ptr, starts_ptr, padding_ptr, sinks_ptr,
+    score_scale, softcap, window, table_stride,
     q_token_stride, q_head_stride, block_stride, token_stride, head_stride, first_split,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
@@ -108,8 +110,9 @@ def _attend(
     head = kv_head * head_stride
     pool = table_ptr, key_ptr + head, value_ptr + head, block_stride, token_stride
     acc, total, top = visit_keys(
-        nothing_seen(BLOCK_M, D), q, context - num_queries + rows // GROUP, begin, end,
-        pool, score_scale, window, HEAD_DIM, BLOCK_SIZE, BLOCK_N, WINDOWED, True, CAUSAL,
+        no_key_seen(sinks_ptr, heads, real, BLOCK_M, D), q,
+        context - num_queries + rows // GROUP, begin, end,
+        pool, score_scale, softcap, window, HEAD_DIM, BLOCK_SIZE, BLOCK_N, WINDOWED, True, CAUSAL,
     )  # fmt: skip
     result = mean_value(acc, total, value_scale_ptr).to(out_ptr.dtype.element_ty)
     places = tokens * NUM_HEADS + heads
@@ -152,6 +155,8 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
 
@@ -162,7 +167,7 @@ def paged_attention(
     Raises:
         ValueError: when the tensors do not fit together.
     """
-    return attend(compute_units(), q, kv_cache, metadata, scale, sliding_window)
+    return attend(compute_units(), q, kv_cache, metadata, scale, sliding_window, softcap, sinks)
 
 
 def block_attention(
@@ -171,13 +176,16 @@ def block_attention(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` whose queries see the keys after them, too.
 
     Raises:
         ValueError: when the tensors do not fit together.
     """
-    return attend(compute_units(), q, kv_cache, metadata, scale, sliding_window, causal=False)
+    where = q, kv_cache, metadata, scale, sliding_window, softcap, sinks
+    return attend(compute_units(), *where, causal=False)
 
 
 def attend(
@@ -187,6 +195,8 @@ def attend(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     causal: bool = True,
 ) -> torch.Tensor:
     """`paged_attention`, else `block_attention`, split to fill `units` compute units."""
@@ -196,6 +206,7 @@ def attend(
     programs = metadata.block_tables.shape[0], key.shape[2] * triton.cdiv(rows, row_tile)
     arguments = {
         **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
+        **special_arguments(scale, softcap, sinks),
         **_constants(q, kv_cache, row_tile, causal, 0),
         "padding_ptr": metadata.padding_lens,
         "first_split": 0,
@@ -228,6 +239,7 @@ def attend_fixed_splits(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None,
     causal: bool,
 ) -> None:
     """What `attend` computes of splits of `split_keys` keys, in tiles that are always the same.
@@ -235,6 +247,7 @@ def attend_fixed_splits(
     Args:
         first_split: number of the first, from that of the oldest key which the sequence's queries
             see on.
+        softcap: sinks are added when splits are joined.
         parts: [T, heads, n, d] float32, for the mean values of n splits.
         lse: [T, heads, n] float32, log2 of their weights; not written where there are no keys.
     """
@@ -244,8 +257,11 @@ def attend_fixed_splits(
     _attend[metadata.block_tables.shape[0], tiles, lse.shape[2]](
         out_ptr=parts,
         lse_ptr=lse,
-        **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
-        **_constants(q, kv_cache, row_tile, causal, split_keys),
+        **{
+            **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
+            **special_arguments(scale, softcap, None),
+            **_constants(q, kv_cache, row_tile, causal, split_keys),
+        },
         padding_ptr=metadata.padding_lens,
         first_split=first_split,
     )

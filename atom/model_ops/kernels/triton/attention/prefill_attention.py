@@ -22,8 +22,9 @@ from atom.model_ops.kernels.triton.attention.flash import (
     cache_arguments,
     key_tiles,
     mean_value,
-    nothing_seen,
+    no_key_seen,
     query_rows,
+    special_arguments,
     tile_arguments,
     visit_keys,
 )
@@ -60,7 +61,8 @@ def _owner(starts_ptr, num_sequences, tile, GROUP: tl.constexpr, BLOCK_M: tl.con
 )
 def _attend(
     out_ptr, lse_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-    tables_ptr, lens_ptr, starts_ptr, num_sequences, score_scale, window, table_stride,
+    tables_ptr, lens_ptr, starts_ptr, sinks_ptr, num_sequences,
+    score_scale, softcap, window, table_stride,
     q_token_stride, q_head_stride, block_stride, token_stride, head_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
@@ -93,7 +95,7 @@ def _attend(
     pool = table_ptr, key_ptr + head, value_ptr + head, block_stride, token_stride
     if key_scale_ptr is not None:
         score_scale = score_scale * tl.load(key_scale_ptr)
-    state = nothing_seen(BLOCK_M, D)
+    state = no_key_seen(sinks_ptr, heads, real, BLOCK_M, D)
     oldest = first_position * 0
     if WINDOWED:
         oldest = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -105,12 +107,12 @@ def _attend(
         all_see = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
         middle = tl.maximum(tl.minimum(all_see, end), begin)
         state = visit_keys(
-            state, q, positions, begin, middle, pool, score_scale, window,
+            state, q, positions, begin, middle, pool, score_scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False,
         )  # fmt: skip
         begin = middle
     acc, total, top = visit_keys(
-        state, q, positions, begin, end, pool, score_scale, window,
+        state, q, positions, begin, end, pool, score_scale, softcap, window,
         HEAD_DIM, BLOCK_SIZE, BLOCK_N, WINDOWED, True,
     )  # fmt: skip
     result = mean_value(acc, total, value_scale_ptr).to(out_ptr.dtype.element_ty)
@@ -128,6 +130,8 @@ def prefill_attention(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
 
@@ -137,7 +141,7 @@ def prefill_attention(
     Raises:
         ValueError: when the tensors do not fit together.
     """
-    return attend(compute_units(), q, kv_cache, metadata, scale, sliding_window)
+    return attend(compute_units(), q, kv_cache, metadata, scale, sliding_window, softcap, sinks)
 
 
 def attend(
@@ -147,6 +151,8 @@ def attend(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`prefill_attention`, split to fill `units` compute units."""
     key = kv_cache.key
@@ -159,6 +165,7 @@ def attend(
     arguments = {
         "num_sequences": sequences,
         **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
+        **special_arguments(scale, softcap, sinks),
         **tile_arguments(q, key, tiles),
         "BLOCK_M": row_tile,
         "num_warps": num_warps,

@@ -176,13 +176,15 @@ class Attention {
 
   void write(const Unit& unit, const State& state) const {
     const int64_t group = a.group();
-    const float scale = a.is_fp8() ? *a.value_scale : 1.0f;
+    const float value_scale = a.is_fp8() ? *a.value_scale : 1.0f;
     for (int64_t r = 0; r < unit.rows; ++r) {
       const int64_t head = (unit.first_kv_head + r / unit.head_rows) * group + r % group;
       const int64_t token = unit.first_token + r / group % unit.queries;
       T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.head_dim;
       const float* acc = state.acc + r * head_dim;
-      const float total = state.total[r] == 0.0f ? 1.0f : state.total[r];
+      float total = state.total[r], scale = value_scale;
+      if (a.sinks != nullptr) add_sink(a.sinks[head], state.peak[r], total, scale);
+      if (total == 0.0f) total = 1.0f;
       for (int64_t d = 0; d < a.head_dim; d += 2 * kLanes) {
         T last[2 * kLanes];
         const int64_t left = a.head_dim - d;
@@ -192,6 +194,16 @@ class Attention {
         if (to == last) std::memcpy(out + d, last, left * sizeof(T));
       }
     }
+  }
+
+  // Adds a sink to a row's total, of which 2^peak was divided out, and scales the row down where
+  // the sink is the larger.
+  static void add_sink(float sink, float peak, float& total, float& scale) {
+    const float exponent = sink * 1.44269504f, both = std::max(peak, exponent);
+    if (both == kNothing) return;
+    const vfloat kept = exp2(splat(peak - both)), added = exp2(splat(exponent - both));
+    total = total * kept[0] + added[0];
+    scale *= kept[0];
   }
 
   const AttentionArgs& a;

@@ -19,12 +19,22 @@ struct AttentionArgs {
   const int32_t* cu_seqlens_q;  // [sequences + 1]
   const float* key_scale;       // [1] of a cache in FP8, else null
   const float* value_scale;
+  const float* sinks;  // [heads], a score more of each row; null for none
   int64_t tokens, heads, kv_heads, head_dim, num_blocks, block_size, table_width, sequences;
   int64_t q_stride, window;  // window: keys up to its own that a query sees at most; 0 is all
   int64_t causal;            // whether a query sees no keys after its own
   int64_t threads;
   double scale;
+  double softcap;  // scaled scores s become softcap * tanh(s / softcap); 0 for none
 
+  // From products of queries and keys to scores, or the arguments of their tanh.
+  double product_scale() const {
+    return scale * (is_fp8() ? *key_scale : 1.0) / (softcap > 0 ? softcap : 1.0);
+  }
+  // From what the softmax reads to exponents of 2.
+  float exponent_scale() const {
+    return float((softcap > 0 ? softcap : product_scale()) * 1.4426950408889634);  // log2 e
+  }
   int64_t group() const { return heads / kv_heads; }
   bool is_fp8() const { return key_scale != nullptr; }
   // Of the cache; `item`: bytes of an element of q.
@@ -164,6 +174,20 @@ ATOM_INLINE vfloat exp2(vfloat x) {
   p = fma(p, r, splat(6.931470037e-1f));
   p = fma(p, r, splat(1.0f));
   return p * (vfloat)((vuint)shifted << 23);
+}
+
+ATOM_INLINE vfloat tanh(vfloat x) {
+  const vfloat e = exp2(max(x, -x) * splat(-2.0f * 1.44269504f));
+  const vfloat y = (splat(1.0f) - e) / (splat(1.0f) + e);
+  return select(x < vfloat{}, -y, y);
+}
+
+// Products of queries and keys, a multiple of kLanes of them, become tanh(s / softcap).
+inline void cap_scores(const AttentionArgs& a, float* scores, int64_t count) {
+  const vfloat scale = splat(float(a.product_scale()));
+  for (int64_t i = 0; i < count; i += kLanes) {
+    store(scores + i, tanh(load(scores + i) * scale));
+  }
 }
 
 // Brings a state and what joins it to their common peak: the factors of both.

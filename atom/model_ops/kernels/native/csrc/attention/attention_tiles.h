@@ -65,6 +65,7 @@ class Tiles {
         score(chunk, keys, q + (h * head_tiles() * kSide + row) * head_dim / 2,
               scores + h * unit.head_rows, next_keys);
       }
+      if (a.softcap > 0) cap_scores(a, scores, kChunk * kSide);
       soften(chunk, row);
     }
     join_peaks(peak, total, unit.rows, keep, admit, state);
@@ -164,8 +165,7 @@ class Tiles {
         store(scores + i * kSide, select(seen, load(scores + i * kSide), splat(kNothing)));
       }
     }
-    const double key_scale = a.is_fp8() ? *a.key_scale : 1.0;
-    const vfloat scale = splat(float(a.scale * key_scale * 1.4426950408889634));  // log2 e
+    const vfloat scale = splat(a.exponent_scale());
     vfloat most[4] = {splat(kNothing), splat(kNothing), splat(kNothing), splat(kNothing)};
     for (int64_t i = from; i < stop; i += 4) {
       ATOM_UNROLL for (int j = 0; j < 4; ++j)

@@ -153,6 +153,7 @@ class Vectors {
 
   void attend(const Chunk& chunk, const Chunk& next, State& state) const {
     score(chunk, next);
+    if (a.softcap > 0) cap_scores(a, scores, unit.rows * kChunk);
     soften(chunk);
     join_peaks(peak, total, unit.rows, keep, admit, state);
     weigh_values(chunk, next, state);
@@ -214,8 +215,7 @@ class Vectors {
 
   void soften(const Chunk& chunk) const {
     const int64_t from = chunk.begin / kLanes * kLanes, group = a.group();
-    const double key_scale = a.is_fp8() ? *a.key_scale : 1.0;
-    const float scale = float(a.scale * key_scale * 1.4426950408889634);  // log2 e
+    const float scale = a.exponent_scale();
     int64_t r = 0;
     if (all_see(chunk)) {
       constexpr int R = kLanes == 16 ? 4 : 1;  // as many as registers
