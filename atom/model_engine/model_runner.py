@@ -24,9 +24,8 @@ from atom.model_engine.step.input_builder import InputBuilder, StepInput
 from atom.model_engine.step.step_runner import StepRunner
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.sampling_params import Needs
-from atom.spec_decode.draft_length import DraftNumbers
-from atom.spec_decode.drafter import Drafter, Found, Launched
-from atom.spec_decode.made_drafts import NO_DRAFTS
+from atom.spec_decode.draft_policy import DraftNumbers
+from atom.spec_decode.drafter import NO_DRAFTS, Drafter, Found, Launched
 from atom.spec_decode.proposers.base import Proposal
 
 _NOTHING = ScheduledBatch([], [], [])
@@ -129,14 +128,14 @@ class ModelRunner:
         if self._drafter.looks_first or self._follows_grammars(step):
             output = self._draft_after_sampling(batch, step, numbers)
             return LaunchedStep(lambda: output)
-        done = self.steps.run(batch.sequences, step, numbers.made, rests=self._drafter.is_at_rest)
+        done = self.steps.run(batch.sequences, step, numbers.made)
         proposed, parts = done.draft(numbers.made)
         self._leave(step, done.verified, proposed)
         self._sampler.raise_failure()
         num_made = 0 if proposed is None else len(proposed.tensors)
         arriving = self.steps.send_to_host(proposed, done.verified)
         collect = partial(self._collect, batch, step, arriving, num_made, numbers, parts)
-        return LaunchedStep(collect, numbers.carried if num_made else 0, self._drafter.source)
+        return LaunchedStep(collect, numbers.made if num_made else 0, self._drafter.source)
 
     def _leave(self, step: StepInput, verified: Verified, proposed: Proposal | None) -> None:
         """Leave the tokens and the drafts for the next step, if it may be launched before they are
@@ -197,7 +196,7 @@ class ModelRunner:
         self, batch: ScheduledBatch, step: StepInput, numbers: DraftNumbers
     ) -> StepOutput:
         """The host knows the tokens before drafts are made."""
-        done = self.steps.run(batch.sequences, step, None, rests=self._drafter.is_at_rest)
+        done = self.steps.run(batch.sequences, step, 0 if self._drafter.is_at_rest else None)
         sampled = self._sampler.take(step.sample, self.steps.send_to_host(done.verified)())
         found = self._look_up(batch, step)
         if self._drafter.looks_first:
@@ -225,12 +224,7 @@ class ModelRunner:
         # Whether logits are edited is known to the first rank alone.
         kind = None if orders.kind is None else Needs(orders.kind)
         sample = replace(step.sample, kind=kind)
-        done = self.steps.run(
-            batch.sequences,
-            replace(step, sample=sample),
-            numbers.made,
-            rests=self._drafter.is_at_rest,
-        )
+        done = self.steps.run(batch.sequences, replace(step, sample=sample), numbers.made)
         proposed, _ = done.draft(numbers.made)
         self._leave(step, done.verified, proposed)
 

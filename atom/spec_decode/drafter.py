@@ -1,25 +1,23 @@
-"""Combines a proposer's drafts, a lookup's (host) and a rule for the number of drafts."""
+"""Combines a proposer's drafts, a lookup's (host) and a policy for the number of drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import msgspec
 import numpy as np
 
 from atom.batch import ScheduledBatch, StepOutput
 from atom.sampling.rows import SequenceState
-from atom.spec_decode.draft_length import (
+from atom.spec_decode.draft_policy import (
     Candidates,
-    DraftLength,
     DraftNumbers,
+    DraftPolicy,
+    FixedDrafts,
     Verification,
 )
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
-from atom.spec_decode.made_drafts import NO_DRAFTS, by_sequence, replaced
 from atom.spec_decode.proposers.base import Proposer
-from atom.spec_decode.rest import Rest
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
@@ -31,6 +29,8 @@ Found = Sequence[Continuation | None]
 # its newest tokens; None if there is no such step.
 Launched = Sequence[list[int] | None]
 
+# Of a sequence that wants none.
+NO_DRAFTS = Continuation([], [])
 _NO_GRAMMARS = nullcontext(None)
 # The proposer's accepted drafts, before any were verified, and the window of their mean.
 _FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
@@ -54,12 +54,10 @@ class Drafter:
             `SequenceResult`: if the next lookup finds as much as this one.
 
     Args:
-        length: chooses the number of drafts; None for the maximum.
+        policy: chooses the numbers of drafts; None for the maximum.
         grammars: drafts for sequences with grammars; None if they have those of others alone.
         waiting_is_free: whether a host sync costs nothing (the device is the CPU).
         is_ahead: whether steps are launched before the results of the last one are read.
-        rests: whether steps in which nothing pays are spared; only where they are recorded, since
-            others take longer by more than a rest saves.
     """
 
     def __init__(
@@ -67,12 +65,11 @@ class Drafter:
         proposer: Proposer,
         source: str,
         lookup: SuffixLookup | None,
-        length: DraftLength | None,
+        policy: DraftPolicy | None,
         grammars: GrammarDrafter | None = None,
         *,
         waiting_is_free: bool,
         is_ahead: bool = False,
-        rests: bool = False,
     ) -> None:
         self.proposer = proposer
         self.source = source
@@ -84,21 +81,12 @@ class Drafter:
         self.tokens_lost_by_overlap: list[float] = []
         self._is_ahead = is_ahead
         self._lookup = lookup
-        self._length = length
-        self._learns = self.looks or length is not None
-        self._rest = Rest() if length is not None and rests else None
+        self._policy = policy or FixedDrafts(own, self.max_drafts)
         self._grammars = grammars
         # Of the step that was merged last.
         self._merged = DraftNumbers()
         # By row, most drafts of a sequence whose request says so.
         self._limits: dict[int, int] = {}
-        # By row, the confidences of the drafts that were last made for its sequence: in that step,
-        # and before it.
-        self._pending: dict[int, list[float]] = {}
-        self._verified: dict[int, list[float]] = {}
-        # Those for the step behind one that was launched: made in that step, in the one before it,
-        # and before that.
-        self._later: tuple[dict[int, list[float]], ...] = ({}, {}, {})
         # Mean number of accepted drafts where the proposer made them, and its observations.
         self._accepted, self._num_observed = _FIRST_ACCEPTED, 1
 
@@ -110,12 +98,13 @@ class Drafter:
     @property
     def is_at_rest(self) -> bool:
         """Whether nothing is drafted in this step, since no drafts paid lately."""
-        return self._rest is not None and self._rest.is_on
+        return self._policy.is_resting
 
     def start(self, batch: ScheduledBatch) -> None:
         """A step starts: drop the state of rows that were freed, and learn of new sequences."""
-        if self._rest is not None:
-            self._rest.begin(batch.num_drafting, starts=self._rest.is_awaited(batch))
+        # Each sequence goes on by a token, and none computes its prompt.
+        is_steady = not batch.new and batch.num_drafting == batch.num_tokens
+        self._policy.begin(batch.num_drafting, is_steady=is_steady)
         if self._lookup is not None:
             self._lookup.forget(batch.freed_rows)
             self._lookup.start(batch.new)
@@ -127,23 +116,21 @@ class Drafter:
             if (most := new.params.num_speculative_tokens) is not None:
                 self._limits[new.row] = most
 
-    def begin(self, num_sampled: int) -> DraftNumbers:
+    def begin(self, num_sampled: int, num_looked_up: int = 0) -> DraftNumbers:
         """The numbers of the step that begins, unless the lookup runs first.
 
         Args:
             num_sampled: sequences that the step samples and that want drafts.
+            num_looked_up: of them, those whose drafts the lookup has found.
         """
-        if self.is_at_rest:
+        if self._policy.is_resting or not num_sampled:
             return DraftNumbers()
-        return self._choose([self.source] * num_sampled, True)
+        return self._policy.choose(num_looked_up, num_sampled)
 
     def begin_with(self, found: Found) -> DraftNumbers:
-        """The numbers of a step whose lookup has run: its drafts decide them."""
-        if self.is_at_rest:
-            return DraftNumbers()
-        needed = any(drafts is None for drafts in found)
-        sources = [self._source_of(drafts) for drafts in found if drafts is not NO_DRAFTS]
-        return self._choose(sources, needed)
+        """The numbers of a step whose lookup has run: what it has found decides them."""
+        wanted = [drafts for drafts in found if drafts is not NO_DRAFTS]
+        return self.begin(len(wanted), sum(drafts is not None for drafts in wanted))
 
     def follow(self, numbers: DraftNumbers, num_drafts: int) -> DraftNumbers:
         """The numbers of the step that begins, if another rank chose how many the proposer makes.
@@ -153,13 +140,8 @@ class Drafter:
         """
         if num_drafts == numbers.made:
             return numbers
-        choice = numbers.choice
-        if choice is not None:
-            verified = choice.verified if self._is_ahead else None
-            choice = msgspec.structs.replace(
-                choice, asked=num_drafts, made=num_drafts, verified=verified
-            )
-        return DraftNumbers(max(numbers.most, num_drafts), num_drafts, choice)
+        asked, most = max(numbers.asked, num_drafts), max(numbers.most, num_drafts)
+        return DraftNumbers(num_drafts, asked, most, numbers.least)
 
     def grammar_drafts(
         self, rows: Sequence[int], states: Sequence[SequenceState]
@@ -230,67 +212,37 @@ class Drafter:
             launched: as for `look_up`.
         """
         self._merged = numbers
-        if self.is_at_rest and allowed is None:
+        if self._policy.is_resting and allowed is None:
             return [([], self.source)] * len(rows)
-        own = by_sequence(made, len(found))
-        ahead = [False] * len(found) if launched is None else [d is not None for d in launched]
-        merged = [
-            self._extend(row, drafts, 0 if is_ahead else numbers.most)
-            if each is None
-            else each.first(numbers.most)
-            for row, drafts, each, is_ahead in zip(rows, own, found, ahead, strict=True)
-        ]
-        sources = [self._source_of(each) for each in found]
+        own = _of_proposer(made, len(rows), numbers.least)
+        drafts, sources = list(own), [self.source] * len(rows)
+        expected = [0.0] * len(rows)
+        for i, each in enumerate(found):
+            if each is not None:
+                likely = each.first(numbers.most).likely(numbers.least)
+                drafts[i], expected[i] = likely.token_ids, likely.score
+                sources[i] = self._source_of(each)
+            elif self._lookup is not None and (launched is None or launched[i] is None):
+                room = numbers.asked - len(own[i])
+                if own[i] and room > 0:
+                    drafts[i] = own[i] + self._lookup.extend(rows[i], own[i], room).token_ids
         if allowed is not None:
-            for index, draft in allowed.finish([each.token_ids for each in merged]).items():
-                sources[index] = GRAMMAR if draft.is_forced else sources[index]
-                merged[index] = replaced(merged[index], draft.token_ids)
+            for i, draft in allowed.finish(drafts).items():
+                sources[i] = GRAMMAR if draft.is_forced else sources[i]
+                drafts[i] = draft.token_ids
         if self._limits:
-            merged = [
-                each.first(self._limits.get(row, len(each.token_ids)))
-                for row, each in zip(rows, merged, strict=True)
+            drafts = [
+                each[: self._limits.get(row, len(each))]
+                for row, each in zip(rows, drafts, strict=True)
             ]
-        if self._learns:
-            self._remember(rows, own, merged, ahead)
-        if self._length is not None and numbers.choice is not None:
-            # What must follow is certain, and sequences that want no drafts do not count.
-            which = [
-                i
-                for i, source in enumerate(sources)
-                if source != GRAMMAR and found[i] is not NO_DRAFTS
-            ]
-            candidates = [Candidates(sources[i], merged[i].confidences) for i in which]
-            kept = self._length.cut(numbers.choice, candidates)
-            for i, count in zip(which, kept, strict=True):
-                merged[i] = merged[i].first(count)
-        return [(each.token_ids, source) for each, source in zip(merged, sources, strict=True)]
-
-    def _remember(
-        self,
-        rows: Sequence[int],
-        own: Sequence[Continuation],
-        merged: Sequence[Continuation],
-        ahead: Sequence[bool],
-    ) -> None:
-        """Keep the confidences of drafts until their verification is observed."""
-        made: dict[int, list[float]] = {}
-        later: dict[int, list[float]] = {}
-        for row, drafts, each, is_ahead in zip(rows, own, merged, ahead, strict=True):
-            made[row] = drafts.confidences if is_ahead else each.confidences
-            if is_ahead:
-                later[row] = each.confidences
-        self._verified, self._pending = self._pending, {**self._pending, **made}
-        self._later = later, *self._later[:2]
-
-    def _extend(self, row: int, own: Continuation, most: int) -> Continuation:
-        """The proposer's drafts of a sampled sequence, with what the lookup expects after them, up
-        to `most`.
-        """
-        room = most - len(own.token_ids)
-        if self._lookup is None or not own.token_ids or room <= 0:
-            return own
-        more = self._lookup.extend(row, own.token_ids, room)
-        return Continuation(own.token_ids + more.token_ids, own.confidences + more.confidences)
+        # What must follow is certain, and sequences that want no drafts do not count.
+        which = [
+            i for i, source in enumerate(sources) if source != GRAMMAR and found[i] is not NO_DRAFTS
+        ]
+        candidates = [Candidates(sources[i], len(drafts[i]), expected[i]) for i in which]
+        for i, count in zip(which, self._policy.fit(numbers, candidates), strict=True):
+            drafts[i] = drafts[i][:count]
+        return list(zip(drafts, sources, strict=True))
 
     def observe(self, batch: ScheduledBatch, output: StepOutput, seconds: float | None) -> None:
         """Learn from a finished step, whose drafts were merged last.
@@ -299,51 +251,37 @@ class Drafter:
             seconds: that it took, drafting included; None if another like it would take another
                 time.
         """
-        choice = self._merged.choice
-        if self._rest is not None and self._rest.is_on:
-            is_decode = batch.num_drafting == batch.num_tokens
-            self._rest.ended(seconds if is_decode else None)
-            return
-        if not self._learns or not (choice is None or choice.is_watched):
-            return
-        verifications, num_rows = [], 0
+        verified, num_rows = [], 0
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):
             if sequence.wants_sample and sequence.wants_drafts:
                 accepted = max(min(len(result.token_ids) - 1, sequence.num_drafts), 0)
-                where = self._later[-1] if sequence.knows_drafts else self._verified
-                known = where[sequence.row] if sequence.num_drafts else []
-                drafts = known[: sequence.num_drafts]
-                verifications.append(Verification(sequence.draft_source, drafts, accepted))
-                num_rows += sequence.num_drafts + 1
-        for each in verifications:
-            if each.source == self.source and each.confidences:
-                self._num_observed = min(self._num_observed + 1, _ACCEPTED_WINDOW)
-                self._accepted += (each.num_accepted - self._accepted) / self._num_observed
-        if self._length is not None and choice is not None:
-            is_decode = num_rows == batch.num_tokens
-            measured = seconds if is_decode else None
-            self._length.observe(choice, verifications, measured)
-
-    def _choose(self, sources: Sequence[str], needed: bool) -> DraftNumbers:
-        """Args:
-        sources: of each sampled sequence's drafts.
-        needed: whether the proposer makes any.
-        """
-        if not sources:
-            return DraftNumbers()
-        most, choice = self.max_drafts, None
-        if self._length is not None:
-            reads = self.proposer.reads_steps
-            if self._rest is not None and (rested := self._rest.take()):
-                self._length.rest(self._rest.num_sequences, rested)
-            choice = self._length.choose(sources, drafts=needed and reads)
-            most = choice.asked
-            if self._rest is not None and reads and not choice.is_try:
-                self._rest.chosen(most)
-        own = min(most, self.proposer.lookahead.num_tokens)
-        return DraftNumbers(most, own if needed else 0, choice)
+                source, num_drafts = sequence.draft_source, sequence.num_drafts
+                verified.append(Verification(source, num_drafts, accepted))
+                num_rows += num_drafts + 1
+                if source == self.source and num_drafts:
+                    self._num_observed = min(self._num_observed + 1, _ACCEPTED_WINDOW)
+                    self._accepted += (accepted - self._accepted) / self._num_observed
+        usual = seconds if num_rows == batch.num_tokens else None
+        self._policy.observe(self._merged, verified, usual)
 
     def _source_of(self, drafts: Continuation | None) -> str:
         if drafts is None or self._lookup is None:
             return self.source
         return self._lookup.source
+
+
+def _of_proposer(
+    made: Sequence[np.ndarray], num_sequences: int, least: float
+) -> Sequence[list[int]]:
+    """The proposer's drafts of each sequence, as far as it is sure enough of them if it says so.
+
+    Args:
+        made, least: as in `Drafter.merge`, and in its numbers.
+    """
+    if not made:
+        return [[]] * num_sequences
+    token_ids: list[list[int]] = made[0].tolist()
+    if len(made) == 1 or not least:
+        return token_ids
+    pairs = zip(token_ids, made[1].tolist(), strict=True)
+    return [Continuation(*own).likely(least).token_ids for own in pairs]

@@ -10,18 +10,15 @@ from dataclasses import replace
 from atom.batch import Lookahead
 from atom.config import EngineConfig
 from atom.distributed.parallel_state import SINGLE
-from atom.graphs.recorded import MOST_PROGRAMS, StepRecorder
+from atom.graphs.recorded import StepRecorder
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeOptions
 from atom.options.speculative_methods import SPECULATIVE_METHODS
-from atom.spec_decode.cuts import CutToLongest
-from atom.spec_decode.draft_length import DraftLength
+from atom.spec_decode.draft_policy import AdaptiveDrafts, DraftPolicy, spread_numbers
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.first_runs import FirstRuns
 from atom.spec_decode.grammar import GrammarDrafter
-from atom.spec_decode.lengths import AdaptiveLength, spread_lengths
 from atom.spec_decode.proposers.base import NullProposer, Proposer
 from atom.spec_decode.step_times import ROW_OF_CPU, ROW_OF_GPU
 from atom.spec_decode.suffix_index import BYTES_PER_TOKEN
@@ -93,28 +90,29 @@ def create_drafter(
             # long drafts bring.
             most = MAX_SPECULATIVE_TOKENS
         lookup = SuffixLookup("lookup" if options.lookup else options.method, most, recent)
-    length: DraftLength | None = None
+    policy: DraftPolicy | None = None
     if options.adaptive:
         own = proposer.lookahead.num_tokens
-        # Few numbers, since steps of each are recorded and tried.
-        numbers = {0, own} if captured else {*spread_lengths(own)}
+        # Few numbers, since each is captured or recorded.
+        numbers = {0, own} if captured else {*spread_numbers(own)}
         choices = sorted({*numbers, most})
-        length = AdaptiveLength(
+        policy = AdaptiveDrafts(
             choices,
-            CutToLongest([n - 1 for n in captured] or choices) if captured or is_ahead else None,
-            first_runs=None if recorder is None else _first_recordings(proposer, recorder),
+            options.method,
+            "" if lookup is None else lookup.source,
+            made=own if proposer.reads_steps else 0,
+            padded=[n - 1 for n in captured] or (choices if is_ahead else ()),
             row_guess=ROW_OF_CPU if waiting_is_free else ROW_OF_GPU,
-            is_ahead=is_ahead,
+            recording=None if recorder is None else lambda: 2 * recorder.seconds_to_record,
         )
     return Drafter(
         proposer,
         options.method,
         lookup,
-        length,
+        policy,
         _grammar_drafter(most, is_free=waiting_is_free and not captured) if grammars else None,
         waiting_is_free=waiting_is_free,
         is_ahead=is_ahead,
-        rests=recorder is not None,
     )
 
 
@@ -123,14 +121,6 @@ def _grammar_drafter(most: int, *, is_free: bool) -> GrammarDrafter:
     compiled, for steps that verify `most` of each sequence.
     """
     return GrammarDrafter(MAX_SPECULATIVE_TOKENS if is_free else most)
-
-
-def _first_recordings(proposer: Proposer, recorder: StepRecorder) -> FirstRuns:
-    """What recording costs, until programs are dropped."""
-    num_programs = 2 if proposer.reads_steps else 1
-    return FirstRuns(
-        lambda: num_programs * recorder.seconds_to_record, MOST_PROGRAMS // num_programs
-    )
 
 
 def _recent_outputs(max_tokens: int) -> RecentOutputs | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
 # Relative noise of a step's time.
@@ -31,6 +32,9 @@ class StepTimes:
     A step's time is the sum of the two parts, and only sums are measured. A Kalman filter estimates
     all parts together, so that a measurement also corrects parts that are correlated with it. The
     time of a step that makes no drafts counts as verifying.
+
+    Attributes:
+        num_steps: that were observed with as many sequences.
 
     Args:
         levels: ascending numbers of drafts to verify, per sequence: means, which may be fractions.
@@ -70,7 +74,7 @@ class StepTimes:
         self._seen: set[int] = set()
         # The last steps: their parts, their seconds in all, and their number. Steps so far.
         self._parts, self._sum, self._count = (0, self._constant), 0.0, 0
-        self._num_steps = 0
+        self.num_steps = 0
 
     @property
     def is_known(self) -> bool:
@@ -81,6 +85,19 @@ class StepTimes:
         """Time of a step that verifies and makes these numbers of drafts per sequence."""
         i, j = self._find(verified, made)
         return max(self._seconds[i] + self._seconds[j], self._least)
+
+    def between(self, verified: float, made: int) -> float:
+        """The same for any number of drafts to verify, on a line between the nearest two."""
+        levels = list(self._verifying)
+        place = min(max(bisect_right(levels, verified), 1), len(levels) - 1)
+        low, high = levels[place - 1], levels[place]
+        share = (verified - low) / (high - low)
+        return (1 - share) * self.at(low, made) + share * self.at(high, made)
+
+    @property
+    def row_seconds(self) -> float:
+        """What verifying one more draft of one sequence takes."""
+        return self._line()[1]
 
     def observe(self, verified: float, made: int, seconds: float) -> None:
         """Record a step's time."""
@@ -99,8 +116,8 @@ class StepTimes:
         self._parts = parts
         self._sum += min(seconds, _OUTLIER * expected)
         self._count += 1
-        self._num_steps += 1
-        if self._count >= min(_TOGETHER, self._num_steps * _FIRST_TOGETHER_SHARE):
+        self.num_steps += 1
+        if self._count >= min(_TOGETHER, self.num_steps * _FIRST_TOGETHER_SHARE):
             self._learn()
 
     def _learn(self) -> None:

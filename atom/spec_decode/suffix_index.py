@@ -68,6 +68,15 @@ class Continuation(msgspec.Struct, frozen=True):
         reached = prod(self.confidences[: count + 1])
         return Continuation(rest, [reached, *self.confidences[count + 1 :]][: len(rest)])
 
+    def likely(self, least: float) -> Continuation:
+        """The first tokens, which are all right with at least this probability."""
+        reached = 1.0
+        for count, confidence in enumerate(self.confidences):
+            reached *= confidence
+            if reached < least:
+                return self.first(count)
+        return self
+
     def first(self, count: int) -> Continuation:
         """The first tokens."""
         return Continuation(self.token_ids[:count], self.confidences[:count])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from atom.model_engine.step.recorded_steps import RecordedSteps
 from atom.model_engine.worker import Worker
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
-from atom.spec_decode.draft_length import Candidates, Choice, Verification
+from atom.spec_decode.draft_policy import DraftNumbers, FixedDrafts
 from atom.spec_decode.proposers.base import NullProposer, Proposal, VerifiedStep
-from atom.spec_decode.rest import Rest
 
 pytestmark = pytest.mark.skipif(
     native_build().reason is not None, reason=str(native_build().reason)
@@ -44,47 +43,26 @@ CASES = [
 FIELDS = {"mla": {"kv_lora_rank": 64}, "deepseek_v3": {"kv_lora_rank": 64}}
 
 
-class Turns:
-    """Numbers of drafts in turn, none at first.
+class Turns(FixedDrafts):
+    """Numbers of drafts in turn, none at first."""
 
-    Attributes:
-        confidences: of all drafts, those of each step's sequences.
-    """
-
-    confidences: list[list[list[float]]]
-
-    def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
         self._numbers = [0, 0, 0]
 
-    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
-        pass
-
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+    def choose(self, num_looked_up: int, num_sequences: int) -> DraftNumbers:
         if not self._numbers:
             self._numbers = [K, 1, K - 1, K, 0]
         number = self._numbers.pop(0)
-        return Choice(number, number if drafts else 0)
-
-    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
-        self.confidences.append([list(own.confidences) for own in made])
-        return [len(own.confidences) for own in made]
-
-    def observe(
-        self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
-    ) -> None:
-        pass
+        return DraftNumbers(number if num_looked_up < num_sequences else 0, number, number)
 
 
 class Rarely(Turns):
-    """K drafts in every third step that asks; those between are followed by rests."""
+    """K drafts in every third step."""
 
-    def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
-        self._numbers = []
-
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+    def choose(self, num_looked_up: int, num_sequences: int) -> DraftNumbers:
         self._numbers = self._numbers or [0, 0, K]
-        number = self._numbers.pop(0)
-        return Choice(number, number if drafts else 0)
+        return super().choose(num_looked_up, num_sequences)
 
 
 @pytest.fixture(scope="module")
@@ -118,17 +96,14 @@ def test_drafts_are_those_of_steps_run_op_by_op(
     folder: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In turns, the first ones of all are made in a recorded step, and have confidences."""
+    """In turns, the first ones of all are made in a recorded step."""
     options: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": K}
     if draft != "mtp":
         options |= {"method": engines.method_of(draft), "draft_model": str(folder(draft))}
-    monkeypatch.setattr(factory, "AdaptiveLength", Turns)
-    # Steps rest only where they are recorded; here both must ask in the same ones.
-    monkeypatch.setattr(Rest, "chosen", lambda *_: None)
+    monkeypatch.setattr(factory, "AdaptiveDrafts", Turns)
     sampling = params("top-p" if adaptive else "greedy", max_tokens=16)
 
-    def tokens(**more: Any) -> tuple[list[list[int]], list[list[list[float]]]]:
-        Turns.confidences = []
+    def tokens(**more: Any) -> list[list[int]]:
         everything = {**options, "speculative_adaptive": adaptive, **more}
         with create_engine(folder(target), **everything) as engine:
             texts = generate(engine, sampling, PROMPTS[:5])
@@ -137,7 +112,7 @@ def test_drafts_are_those_of_steps_run_op_by_op(
             if recorder is not None:
                 assert not recorder._refused
                 assert any(name == "drafting" for name, *_ in recorder._programs)
-        return texts, Turns.confidences
+        return texts
 
     with engines.drafts_recorded(monkeypatch) as drafts:
         op_by_op, recorded = tokens(enforce_eager=True), tokens()
@@ -154,7 +129,7 @@ def test_drafts_after_rests_are_those_of_a_draft_that_always_ran(
     options: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": K}
     if draft != "mtp":
         options |= {"method": engines.method_of(draft), "draft_model": str(folder(draft))}
-    monkeypatch.setattr(factory, "AdaptiveLength", Rarely)
+    monkeypatch.setattr(factory, "AdaptiveDrafts", Rarely)
     sampling = params("greedy", max_tokens=40)
     with engines.drafts_recorded(monkeypatch) as drafts:
         with create_engine(folder(target), **options) as always:

@@ -19,7 +19,6 @@ from spec_decode.engines import PROMPTS, create_engine, params
 from atom import LLM, SamplingParams, StructuredOutput
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
-from atom.spec_decode.rest import Rest
 
 __all__ = ["draft", "folder", "replays", "target"]
 pytestmark = pytest.mark.skipif(
@@ -77,8 +76,7 @@ def options(method: str, draft: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     chosen: dict[str, Any] = {"method": "eagle3", "draft_model": str(draft)}
     chosen["num_speculative_tokens"] = 3
     if method in ("turns", "rests"):
-        monkeypatch.setattr(factory, "AdaptiveLength", Turns if method == "turns" else Rarely)
-        monkeypatch.setattr(Turns, "confidences", [], raising=False)
+        monkeypatch.setattr(factory, "AdaptiveDrafts", Turns if method == "turns" else Rarely)
     if method != "eagle3":
         chosen["speculative_adaptive"] = True
     if method == "everything":
@@ -131,21 +129,17 @@ def test_drafts_are_those_of_steps_run_op_by_op(
     own: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": K}
     if draft_kind != "mtp":
         own |= {"method": engines.method_of(draft_kind), "draft_model": str(folder(draft_kind))}
-    monkeypatch.setattr(factory, "AdaptiveLength", Turns)
-    monkeypatch.setattr(Turns, "confidences", [], raising=False)
-    # Steps rest only where they are recorded; here both must ask in the same ones.
-    monkeypatch.setattr(Rest, "chosen", lambda *_: None)
+    monkeypatch.setattr(factory, "AdaptiveDrafts", Turns)
     mixed = [*PLAIN[1:], KINDS["json"][1], KINDS["penalties"][0], KINDS["logprobs"][1]]
 
-    def tokens(**more: Any) -> tuple[list[Any], list[list[list[float]]]]:
-        Turns.confidences = []
+    def tokens(**more: Any) -> list[Any]:
         everything = {**own, "speculative_adaptive": adaptive, **more}
         with create_engine(folder(target_kind), **everything) as engine:
             made = outputs(engine, mixed)
             if (recorder := recorder_of(engine)) is not None:
                 assert not recorder._refused
                 assert any(name == GUIDED for name, *_ in recorder._programs)
-        return made, Turns.confidences
+        return made
 
     with engines.drafts_recorded(monkeypatch) as drafts:
         op_by_op, recorded = tokens(enforce_eager=True), tokens()

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM, StructuredOutput
 from atom.batch import LaunchedStep, Lookahead, ScheduledBatch, StepOutput
 from atom.model_engine.executor import RanksExecutor
-from atom.spec_decode.draft_length import Candidates, Choice, Verification
+from atom.spec_decode.draft_policy import Candidates, DraftNumbers, FixedDrafts, Verification
 from atom.spec_decode.proposers.base import NullProposer, Proposal, VerifiedStep
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -105,8 +105,8 @@ def check_wishes(plain: LLM, ahead: LLM) -> None:
     check_blocks(ahead)
 
 
-class AnyLength:
-    """Any number of drafts at any step, and any of them verified by the next.
+class AnyDrafts(FixedDrafts):
+    """Any number of drafts at any step.
 
     Attributes:
         events: what was called for which step, by its number.
@@ -114,32 +114,30 @@ class AnyLength:
     """
 
     def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
+        super().__init__()
         self._most = choices[-1]
         self._rng = random.Random(0)
         self.events: list[tuple[str, int]] = []
-        self.chosen: list[Choice] = []
+        self.chosen: list[DraftNumbers] = []
         self.verified: list[list[Verification]] = []
         self.seconds: list[float | None] = []
 
-    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
-        pass
-
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
-        asked = self._rng.randint(0, self._most)
+    def choose(self, num_looked_up: int, num_sequences: int) -> DraftNumbers:
+        made = self._rng.randint(0, self._most)
         self.events.append(("choose", len(self.chosen)))
-        self.chosen.append(Choice(asked, asked, self._rng.randint(0, asked), rate=len(self.chosen)))
+        # The number of the step, where nobody looks.
+        self.chosen.append(DraftNumbers(made, made, made, -float(len(self.chosen))))
         return self.chosen[-1]
 
-    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
-        self.events.append(("cut", self.chosen.index(choice)))
-        assert choice.verified is not None
-        return [choice.verified] * len(made)
+    def fit(self, numbers: DraftNumbers, made: Sequence[Candidates]) -> list[int]:
+        self.events.append(("fit", self.chosen.index(numbers)))
+        return super().fit(numbers, made)
 
     def observe(
-        self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
+        self, numbers: DraftNumbers, verified: Sequence[Verification], seconds: float | None
     ) -> None:
-        self.events.append(("observe", self.chosen.index(choice)))
-        self.verified.append(list(verifications))
+        self.events.append(("observe", self.chosen.index(numbers)))
+        self.verified.append(list(verified))
         self.seconds.append(seconds)
 
 

@@ -9,7 +9,7 @@ import pytest
 from model_engine.overlap_bench import (
     METHODS,
     PROMPTS,
-    AnyLength,
+    AnyDrafts,
     Checkpoints,
     KnowingProposer,
     Watched,
@@ -116,24 +116,24 @@ def test_numbers_of_drafts_are_chosen_ahead(
     expected = engines.generate(plain, params("greedy"), PROMPTS)
     texts = [[*prompt, *outputs] for prompt, outputs in zip(PROMPTS, expected, strict=True)]
     monkeypatch.setattr(worker, "create_proposer", lambda *_: KnowingProposer(texts))
-    monkeypatch.setattr(factory, "AdaptiveLength", AnyLength)
+    monkeypatch.setattr(factory, "AdaptiveDrafts", AnyDrafts)
     llm = checkpoints.engine("adaptive", overlap=True)
     assert engines.generate(llm, params("greedy"), PROMPTS) == expected
-    length: Any = llm.engine.core.executor.parts.drafter._length  # type: ignore[attr-defined]
-    for number in range(len(length.verified)):
-        cut = length.events.index(("cut", number))
-        assert length.events[cut + 1] == ("observe", number)
-    middle = range(2, len(length.verified) - 8)
+    policy: Any = llm.engine.core.executor.parts.drafter._policy  # type: ignore[attr-defined]
+    for number in range(len(policy.verified)):
+        fit = policy.events.index(("fit", number))
+        assert policy.events[fit + 1] == ("observe", number)
+    middle = range(2, len(policy.verified) - 8)
     for number in middle:
-        order = [length.events.index(e) for e in (("choose", number + 1), ("cut", number))]
+        order = [policy.events.index(e) for e in (("choose", number + 1), ("fit", number))]
         assert order == sorted(order)
         # Each of the sequences that still run; none has come to its last tokens.
-        sizes = {len(own.confidences) for own in length.verified[number]}
-        assert sizes == {length.chosen[number - 1].verified}
+        sizes = {own.num_drafts for own in policy.verified[number]}
+        assert sizes == {policy.chosen[number - 1].made}
     counts = llm.engine.core.stats.spec_decode
-    seen = [own for verified in length.verified for own in verified]
+    seen = [own for verified in policy.verified for own in verified]
     assert sum(own.num_accepted for own in seen) == counts.num_accepted_tokens > 40
-    assert sum(len(own.confidences) for own in seen) == counts.num_draft_tokens
+    assert sum(own.num_drafts for own in seen) == counts.num_draft_tokens
     check_wishes(plain, llm)
 
 
@@ -141,7 +141,7 @@ def test_a_step_takes_its_own_time(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU the next one is computed before the results of the last one are read."""
-    monkeypatch.setattr(factory, "AdaptiveLength", AnyLength)
+    monkeypatch.setattr(factory, "AdaptiveDrafts", AnyDrafts)
     llm = checkpoints.engine("adaptive", overlap=True)
     watched = Watched(llm, monkeypatch)
     now = 0.0
@@ -154,8 +154,8 @@ def test_a_step_takes_its_own_time(
 
     watched.raises = slow
     engines.generate(llm, params("greedy", max_tokens=10), PROMPTS[:2])
-    length: Any = llm.engine.core.executor.parts.drafter._length  # type: ignore[attr-defined]
-    assert [n for n, seconds in enumerate(length.seconds) if seconds] == [5]
+    policy: Any = llm.engine.core.executor.parts.drafter._policy  # type: ignore[attr-defined]
+    assert [n for n, seconds in enumerate(policy.seconds) if seconds] == [5]
 
 
 def test_stop_strings_end_what_is_in_flight(checkpoints: Checkpoints) -> None:

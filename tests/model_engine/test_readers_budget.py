@@ -16,7 +16,7 @@ from atom.messages import EngineRequest
 _ROOT = str(Path(atom.__file__).parent)
 # Files and functions. The goal op by op is 40 and 170; 22 of these files are the model and its
 # operations.
-_MOST = {"replayed": (30, 110), "op by op": (56, 207)}
+_MOST = {"replayed": (29, 109), "op by op": (55, 207)}
 
 
 @pytest.mark.parametrize("run", _MOST)

@@ -121,7 +121,7 @@ def test_types_of_large_blocks(
 
 def test_the_readme_lists_the_types_that_load() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    match = re.search(r"GGUF \((.+?)\)", readme)
+    match = re.search(r"GGUF \((.+?);", readme)
     assert match is not None
     assert match[1].split(", ") == [*_KINDS, *_SCALES]
 

@@ -73,7 +73,7 @@ def test_ends_of_turns_in_gguf_files(write_tiny: WriteTiny) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_converted(write_tiny: WriteTiny, tiny_llama_dir: Path) -> None:
-    path = write_tiny(changes={"tokenizer.ggml.pre": "tekken"})
+    path = write_tiny(changes={"tokenizer.ggml.pre": "viking"})
     with pytest.raises(ConfigError, match="Pass --tokenizer"):
         resolve(path)
     options = ModelOptions(model=str(path), tokenizer=str(tiny_llama_dir))

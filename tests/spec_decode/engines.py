@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
 from atom.model_engine import rank_parts
-from atom.spec_decode.draft_length import DraftNumbers
+from atom.spec_decode.draft_policy import DraftNumbers
 from atom.spec_decode.drafter import Drafter, Found, History, Launched
 from atom.spec_decode.grammar import GrammarDrafts
 from atom.spec_decode.proposers.base import Proposer

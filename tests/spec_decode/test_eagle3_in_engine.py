@@ -21,7 +21,7 @@ from atom import SamplingParams
 from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch.sampling import choose_tokens
 from atom.models.eagle3.base import Eagle3Draft
-from atom.spec_decode.draft_length import DraftNumbers
+from atom.spec_decode.draft_policy import DraftNumbers
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.proposers.base import Proposal, VerifiedStep
 from atom.spec_decode.proposers.chain_proposer import ChainProposer

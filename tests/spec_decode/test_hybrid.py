@@ -14,7 +14,7 @@ from spec_decode import engines
 from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
-from atom.spec_decode.draft_length import Candidates, Choice, Verification
+from atom.spec_decode.draft_policy import Candidates, DraftNumbers, FixedDrafts
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.proposers.base import Proposer
 from atom.spec_decode.suffix_lookup import SuffixLookup
@@ -25,27 +25,21 @@ LOOKUP = "lookup"
 MIXED = [*PROMPTS[:4], *PROMPTS[10:14], prompt(6, seed=5) * 3]
 
 
-class RandomLength:
+class RandomDrafts(FixedDrafts):
     """Any number of drafts at any step, none included, and any of them verified."""
 
     def __init__(self, most: int) -> None:
+        super().__init__()
         self._most = most
         self._rng = random.Random(0)
 
-    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
-        pass
-
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+    def choose(self, num_looked_up: int, num_sequences: int) -> DraftNumbers:
         asked = self._rng.choice([0, 0, *range(self._most + 1)])
-        return Choice(asked, asked if drafts else 0)
+        own = min(asked, K) if num_looked_up < num_sequences else 0
+        return DraftNumbers(own, asked, asked)
 
-    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
-        return [self._rng.randint(0, len(own.confidences)) for own in made]
-
-    def observe(
-        self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
-    ) -> None:
-        pass
+    def fit(self, numbers: DraftNumbers, made: Sequence[Candidates]) -> list[int]:
+        return [self._rng.randint(0, each.count) for each in made]
 
 
 class Bench:
@@ -114,7 +108,7 @@ def test_a_draft_is_what_it_would_be_if_it_had_always_run(
     """
 
     def create(_: object, proposer: Proposer, **__: bool) -> Drafter:
-        length = None if way == "lookup" else RandomLength(K)
+        length = None if way == "lookup" else RandomDrafts(K)
         lookup = SuffixLookup(LOOKUP, K)
         return Drafter(proposer, bench.source, lookup, length, waiting_is_free=way != "waiting")
 

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from graphs.test_graphs_in_engine import graphed_engine
@@ -21,75 +21,40 @@ from atom.graphs.runner import GraphRunner
 from atom.model_engine.step.step_graphs import StepGraphs
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
-from atom.spec_decode.draft_length import Candidates, Choice, Verification
+from atom.spec_decode.draft_policy import Candidates, DraftNumbers, FixedDrafts
 
 K = 3
 NATIVE = pytest.mark.skipif(native_build().reason is not None, reason="needs the native kernels")
 
 
-class Cuts:
-    """Any numbers of drafts, or numbers with the same sum, turn by turn.
-
-    Attributes:
-        confidences: of all drafts.
-        kept: of those of the newest step, and of the step before, which it verified.
-        are_known: whether verified drafts had the confidences that they were made with, by step.
+class Ragged(FixedDrafts):
+    """All drafts are made, and any number of each sequence's are verified, or numbers with the same
+    sum, turn by turn.
     """
 
-    def __init__(self, *, same_total: bool = False) -> None:
-        self._same_total = same_total
-        self._rng = random.Random(0)
-        self.confidences: list[float] = []
-        self.kept: tuple[list[list[float]], list[list[float]]] = [], []
-        self.are_known: list[bool] = []
+    same_total = False
+    kept: ClassVar[Counter[int]]
 
-    def cut(self, made: Sequence[Candidates]) -> list[int]:
-        self.confidences += [c for own in made for c in own.confidences]
+    def __init__(self, choices: Sequence[int], *_: Any, made: int, **__: Any) -> None:
+        super().__init__(made, choices[-1])
+        self._rng = random.Random(0)
+
+    def fit(self, numbers: DraftNumbers, made: Sequence[Candidates]) -> list[int]:
         counts = [i % (K + 1) for i in range(len(made))]
         self._rng.shuffle(counts)
-        if not self._same_total:
-            counts = [self._rng.randint(0, len(own.confidences)) for own in made]
-        kept = [[*own.confidences[:n]] for own, n in zip(made, counts, strict=True)]
-        self.kept = kept, self.kept[0]
+        if not self.same_total:
+            counts = [self._rng.randint(0, each.count) for each in made]
+        self.kept.update(counts)
         return counts
-
-    def check(self, verified: Sequence[Verification]) -> None:
-        for own in verified:
-            # Fewer at the end of a text.
-            known = (kept[: len(own.confidences)] for kept in self.kept[1])
-            self.are_known.append(own.confidences in known)
-
-
-class Ragged:
-    """All drafts are made, and `cuts` says how many of each sequence's are verified."""
-
-    cuts: Cuts
-
-    def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
-        self._most = choices[-1]
-
-    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
-        pass
-
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
-        return Choice(self._most, self._most if drafts else 0)
-
-    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
-        return self.cuts.cut(made)
-
-    def observe(
-        self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
-    ) -> None:
-        self.cuts.check([own for own in verifications if own.confidences])
 
 
 @pytest.fixture
-def cuts(monkeypatch: pytest.MonkeyPatch) -> Cuts:
-    """The lengths of adaptive engines."""
-    made = Cuts()
-    monkeypatch.setattr(factory, "AdaptiveLength", Ragged)
-    monkeypatch.setattr(Ragged, "cuts", made, raising=False)
-    return made
+def ragged(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """The numbers of adaptive engines."""
+    kept: Counter[int] = Counter()
+    monkeypatch.setattr(factory, "AdaptiveDrafts", Ragged)
+    monkeypatch.setattr(Ragged, "kept", kept, raising=False)
+    return kept
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +84,7 @@ def speculation(draft: str, folder: Path) -> dict[str, Any]:
     ],
 )
 def test_tokens_are_those_without_speculation(
-    draft: str, graphs: bool, folder: Path, cuts: Cuts, monkeypatch: pytest.MonkeyPatch
+    draft: str, graphs: bool, folder: Path, ragged: Counter[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = folder / ("deepseek_v3" if draft == "mtp" else "llama")
     options = speculation(draft, folder)
@@ -130,14 +95,10 @@ def test_tokens_are_those_without_speculation(
         engine = create_engine(target, **options)
     for name in ("greedy", "top-k min-p"):
         assert generate(engine, params(name)) == generate(plain, params(name)), name
-    # Every source says how sure it is, which differs from draft to draft.
-    assert all(0 <= c <= 1 for c in cuts.confidences)
-    assert len(set(cuts.confidences)) > 20
-    assert len(cuts.are_known) > 50
-    assert all(cuts.are_known)
+    assert set(ragged) == set(range(K + 1))
 
 
-@pytest.mark.usefixtures("cuts")
+@pytest.mark.usefixtures("ragged")
 def test_graphs_serve_as_many_steps_as_with_equal_lengths(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,8 +142,8 @@ def test_steps_are_padded_to_the_next_length(
         options = {**speculation("mha", folder), "speculative_adaptive": draft == "mha"}
         options["speculative_lookup"] = draft == "lookup"
     if draft == "mha":
-        monkeypatch.setattr(factory, "AdaptiveLength", Ragged)
-        monkeypatch.setattr(Ragged, "cuts", Cuts(), raising=False)
+        monkeypatch.setattr(factory, "AdaptiveDrafts", Ragged)
+        monkeypatch.setattr(Ragged, "kept", Counter(), raising=False)
     engine, _ = graphed_engine(monkeypatch, folder / "llama", **options)
     generate(engine, params("greedy"), PROMPTS[-4:])
     captured = {"mha": (1, 2, 3, 4), "suffix": (1, 2, 4, 7), "lookup": (1, 2, 4, 8, 16)}[draft]
@@ -191,7 +152,7 @@ def test_steps_are_padded_to_the_next_length(
 
 
 @NATIVE
-@pytest.mark.usefixtures("cuts")
+@pytest.mark.usefixtures("ragged")
 def test_programs_serve_all_steps_with_as_many_drafts(
     tmp_path: Path,
     byte_level_tokenizer: PreTrainedTokenizerFast,
@@ -205,7 +166,7 @@ def test_programs_serve_all_steps_with_as_many_drafts(
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
     tensors = engines.draft_bench.draft_tensors(raw)
     engines.draft_bench.write_draft(tmp_path / "mha", raw, tensors)
-    monkeypatch.setattr(Ragged, "cuts", Cuts(same_total=True))
+    monkeypatch.setattr(Ragged, "same_total", True)
     is_usual: list[bool] = []
     take = StepRecorder.take_usual
 

@@ -15,107 +15,35 @@ from atom.batch import (
     StepOutput,
 )
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.draft_length import Candidates, Choice
+from atom.spec_decode.draft_policy import AdaptiveDrafts, DraftNumbers, Verification
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.proposers.base import NullProposer
-from atom.spec_decode.rest import Rest
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 
 
-def rests(rest: Rest, steps: int, num_sequences: int = 1) -> list[bool]:
-    """Which of so many steps rest, if none of the others asks for drafts."""
-    found = []
-    for _ in range(steps):
-        rest.begin(num_sequences, starts=False)
-        found.append(rest.is_on)
-        if not rest.is_on:
-            rest.chosen(0)
-    return found
-
-
-def lengths(found: list[bool]) -> list[int]:
-    """Of the rests, ended ones."""
-    runs = "".join("r" if each else "." for each in found).split(".")
-    return [len(run) for run in runs[:-1] if run]
-
-
-def test_rests_last_longer_and_longer_up_to_a_bound() -> None:
-    assert lengths(rests(Rest(), 30 + 3 * 32 + 1)) == [1, 3, 7, 15, 31, 31, 31]
-
-
-def test_drafts_end_what_made_them_long() -> None:
-    rest = Rest()
-    rests(rest, 30)
-    while rest.is_on:
-        rest.begin(1, starts=False)
-    rest.chosen(2)
-    assert rests(rest, 3) == [False, True, False]
-
-
-def test_another_number_of_sequences_begins_anew() -> None:
-    rest = Rest()
-    rests(rest, 30)
-    assert lengths(rests(rest, 31, num_sequences=2)) == [1, 3, 7, 15]
-
-
-def test_a_new_sequence_is_looked_at_once() -> None:
-    """Though as many as before are drafted for; if that brings nothing the rest is a long one."""
-    rest = Rest()
-    rests(rest, 40)
-    assert rest.is_on
-    rest.begin(1, starts=True)
-    assert not rest.is_on
-    rest.chosen(0)
-    assert lengths(rests(rest, 40)) == [31]
-
-
-def test_steps_that_draft_for_nobody_do_not_rest() -> None:
-    """Of prompts, of requests without drafts, or of nothing at all; a rest goes on behind them."""
-    rest = Rest()
-    rests(rest, 40)
-    assert rest.is_on
-    rest.begin(0, starts=False)
-    assert not rest.is_on
-    rest.begin(1, starts=False)
-    assert rest.is_on
-
-
-def test_times_are_those_of_as_many_sequences() -> None:
-    rest = Rest()
-    rest.begin(1, starts=False)
-    rest.ended(0.1)
-    rest.ended(None)
-    assert rest.take() == [0.1, None]
-    assert rest.take() == []
-    rest.ended(0.1)
-    rest.begin(2, starts=False)
-    assert rest.take() == []
-
-
-class Idle:
-    """Chooses no drafts, and keeps what it learns of rests."""
+class Idle(AdaptiveDrafts):
+    """Chooses no drafts, and keeps what it learns of times."""
 
     def __init__(self) -> None:
-        self.rested: list[float | None] = []
+        super().__init__((0, 3), "draft", "lookup", made=3, recording=lambda: 0.0)
+        self.seconds: list[float | None] = []
 
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
-        return Choice(0, 0)
+    def choose(self, num_looked_up: int, num_sequences: int) -> DraftNumbers:
+        return DraftNumbers()
 
-    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
-        self.rested += seconds
-
-    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
-        return [0] * len(made)
-
-    def observe(self, *_: object) -> None:
-        pass
+    def observe(
+        self, numbers: DraftNumbers, verified: Sequence[Verification], seconds: float | None
+    ) -> None:
+        super().observe(numbers, verified, seconds)
+        if verified:
+            self.seconds.append(seconds)
 
 
-def drafter_of(length: Idle, recent: RecentOutputs | None) -> Drafter:
+def drafter_of(policy: Idle, recent: RecentOutputs | None) -> Drafter:
     proposer = NullProposer(Lookahead(3))
     proposer.reads_steps = True
     lookup = SuffixLookup("lookup", 3, recent)
-    return Drafter(proposer, "draft", lookup, length, waiting_is_free=True, rests=True)
+    return Drafter(proposer, "draft", lookup, policy, waiting_is_free=True)
 
 
 def step(drafter: Drafter, batch: ScheduledBatch, outputs: list[int], seconds: float) -> bool:
@@ -137,14 +65,14 @@ NONE = ScheduledBatch([], [], [])
 
 def test_what_empty_steps_take_says_nothing() -> None:
     """They run while a grammar is compiled, or where other engines need this one."""
-    length = Idle()
-    drafter = drafter_of(length, None)
+    policy = Idle()
+    drafter = drafter_of(policy, None)
     while not step(drafter, ONE, [], 0.005):
         pass
     assert not any(step(drafter, NONE, [], 1e-6) for _ in range(50))
     for _ in range(10):
         step(drafter, ONE, [], 0.005)
-    assert set(length.rested) == {0.005}
+    assert set(policy.seconds) == {0.005}
 
 
 def test_there_is_no_rest_before_a_new_sequence_is_sampled() -> None:
@@ -153,10 +81,10 @@ def test_there_is_no_rest_before_a_new_sequence_is_sampled() -> None:
     while not step(drafter, ONE, [], 0.005):
         pass
     (one,) = ONE.sequences
-    new = NewSequence("two", 1, [1, 2, 3], [], SamplingParams(), 0)
+    new = NewSequence("two", 1, [1, 2, 3, 4], [], SamplingParams(), 0)
     prompt = [
-        ScheduledSequence("two", 1, [token], start, [], 1, wants_sample=start == 2)
-        for start, token in enumerate(new.prompt_token_ids)
+        ScheduledSequence("two", 1, tokens, start, [], 1, wants_sample=start == 2)
+        for start, tokens in enumerate(([1], [2], [3, 4]))
     ]
     for batch in (
         ScheduledBatch([one, prompt[0]], [new], []),
@@ -165,7 +93,7 @@ def test_there_is_no_rest_before_a_new_sequence_is_sampled() -> None:
     ):
         drafter.start(batch)
         assert not drafter.is_at_rest
-        drafter.begin_with([None])
+        drafter.merge(drafter.begin_with([None]), [0], [None], [])
     drafter.start(ScheduledBatch([one], [], []))
     assert drafter.is_at_rest
 

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.outputs import RequestOutput
 from atom.spec_decode import factory
-from atom.spec_decode.draft_length import Candidates, Choice
-from atom.spec_decode.lengths import AdaptiveLength
+from atom.spec_decode.draft_policy import Candidates, DraftNumbers, FixedDrafts
 from atom.spec_decode.proposers.chain_proposer import ChainProposer
 
 K = 3
@@ -88,18 +87,21 @@ def test_numbers_of_drafts_are_chosen_among_those_that_are_wanted(
 ) -> None:
     """Else others would be verified in their place, and then dropped."""
     chosen: list[int] = []
-    cut: list[list[int]] = []
+    made_drafts: list[list[int]] = []
 
-    class Watched(AdaptiveLength):
-        def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
-            chosen.append(len(sources))
-            return Choice(K, K if drafts else 0)
+    class Watched(FixedDrafts):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__(K, K)
 
-        def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
-            cut.append([len(own.confidences) for own in made])
-            return super().cut(choice, made)
+        def choose(self, num_looked_up: int, num_sequences: int) -> DraftNumbers:
+            chosen.append(num_sequences)
+            return super().choose(num_looked_up, num_sequences)
 
-    monkeypatch.setattr(factory, "AdaptiveLength", Watched)
+        def fit(self, numbers: DraftNumbers, made: Sequence[Candidates]) -> list[int]:
+            made_drafts.append([each.count for each in made])
+            return super().fit(numbers, made)
+
+    monkeypatch.setattr(factory, "AdaptiveDrafts", Watched)
     target, draft = folders
     drafting = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": K}
     engine = create_engine(target, **drafting, speculative_adaptive=True, speculative_lookup=lookup)
@@ -107,8 +109,8 @@ def test_numbers_of_drafts_are_chosen_among_those_that_are_wanted(
     mixed = [off if i % 4 else few for i in range(len(PROMPTS))]
     _run(engine, mixed)
     assert max(chosen) == sum(each.speculation for each in mixed) == 4
-    assert [len(numbers) for numbers in cut] == chosen
-    assert max(max(numbers) for numbers in cut) == 2
+    assert [len(numbers) for numbers in made_drafts] == chosen
+    assert max(max(numbers) for numbers in made_drafts) == 2
 
 
 def _run(engine: LLM, sampling: Any) -> list[RequestOutput]:

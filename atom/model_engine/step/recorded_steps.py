@@ -108,13 +108,12 @@ class RecordedSteps(StepRunner):
         sequences: Sequence[ScheduledSequence],
         step: StepInput,
         num_drafts: int | None,
-        *,
-        rests: bool,
     ) -> ComputedStep:
         if not step.is_replayable:
-            return super().run(sequences, step, num_drafts, rests=rests)
+            return super().run(sequences, step, num_drafts)
         recorder = self._recorder
         if step.samples_on_device:
+            rests = num_drafts == 0 and step.next_token_ids is not None
             done = recorder.run(step.recordings, rests, lambda: self._whole(step, rests=rests))
         else:
             done = self._in_parts(step)

@@ -100,11 +100,9 @@ class StepGraphs(StepRunner):
         sequences: Sequence[ScheduledSequence],
         step: StepInput,
         num_drafts: int | None,
-        *,
-        rests: bool,
     ) -> ComputedStep:
         if step.graph is None:
-            return super().run(sequences, step, num_drafts, rests=rests)
+            return super().run(sequences, step, num_drafts)
         output = self._target.replay(step.graph, len(step.model_input.input_ids))
         drafting = self._key_of_drafts(step, num_drafts)
         chosen = self._replay_choice(step, step.graph)

@@ -98,14 +98,11 @@ class StepRunner:
         sequences: Sequence[ScheduledSequence],
         step: StepInput,
         num_drafts: int | None,
-        *,
-        rests: bool,
     ) -> ComputedStep:
         """Run the target and choose the tokens.
 
         Args:
             num_drafts: that will follow; None where that is decided once the tokens are known.
-            rests: whether it is certain that none will.
         """
         done = self._compute(step)
         view = done.view(sequences, step)

@@ -94,10 +94,10 @@ def create_block(
         context.max_model_len,
         context.ops.resolve("place_blocks", context.dtype),
         create_choice(
-            options,
             context,
             draft.config.draft_vocab_size,
             draft.target_ids,
             draft.config.temperature_scale,
+            confident=options.adaptive,
         ),
     )

@@ -177,7 +177,7 @@ class ChainProposer:
         guide: Guide | None,
     ) -> Chosen:
         """Draft `index` of each sequence, from [S, hidden] of rows at `positions` [S]."""
-        if draft_sampling is None and guide is None and not self._choice.confident:
+        if draft_sampling is None and guide is None:
             return Chosen(self._model.choose_token(index, states))
         logits = self._model.compute_logits(index, states)
         ahead = 2 if self._model.reads_target else 1

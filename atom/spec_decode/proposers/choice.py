@@ -10,7 +10,6 @@ import torch
 from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch.draft_choice import choose_drafts
 from atom.model_ops.layer_context import LayerContext
-from atom.options.speculative import SpeculativeOptions
 from atom.spec_decode.proposers.base import Guide, Proposal
 
 # The op `choose_drafts`.
@@ -101,14 +100,13 @@ class DraftSampler:
 
 
 def create_choice(
-    options: SpeculativeOptions,
     context: LayerContext,
     vocab_size: int,
     token_ids: torch.Tensor | None = None,
     temperature_scale: float = 1.0,
+    *,
+    confident: bool = False,
 ) -> DraftSampler:
-    """The choice of drafts from logits [S, vocab_size], with this platform's op, and with
-    confidences where numbers of drafts are adaptive.
-    """
+    """The choice of drafts from logits [S, vocab_size], with this platform's op."""
     op = context.ops.resolve("choose_drafts", torch.float32, vocab_size=vocab_size)
-    return DraftSampler(token_ids, temperature_scale, op=op, confident=options.adaptive)
+    return DraftSampler(token_ids, temperature_scale, op=op, confident=confident)

@@ -105,5 +105,5 @@ def create_draft_model(
         block_size,
         context.max_model_len,
         context.ops.resolve("advance_drafts", context.dtype),
-        create_choice(options, context, model.token_embedding.vocab_size, chain.target_ids),
+        create_choice(context, model.token_embedding.vocab_size, chain.target_ids),
     )

@@ -77,7 +77,7 @@ def create_eagle3(
     storage = storage_dtype(config.cache, context)
     builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
     size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
-    choice = create_choice(options, context, size, draft.target_ids, scale)
+    choice = create_choice(context, size, draft.target_ids, scale)
     limits = options.num_speculative_tokens, config.cache.block_size, context.max_model_len
     if draft.config.mask_token_id is not None:
         place = context.ops.resolve("place_blocks", context.dtype)

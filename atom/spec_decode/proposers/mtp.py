@@ -73,5 +73,5 @@ def create_mtp(
         block_size,
         context.max_model_len,
         context.ops.resolve("advance_drafts", context.dtype),
-        create_choice(options, context, source.hf_config.get_text_config().vocab_size),
+        create_choice(context, source.hf_config.get_text_config().vocab_size),
     )

@@ -1,4 +1,4 @@
-"""The adaptive length against a simulated machine: what it chooses, and what trying costs."""
+"""The adaptive number of drafts against a simulated machine: what it chooses, what trying costs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import msgspec
 import pytest
 
-from atom.spec_decode.cuts import CutByTotal, CutToLongest
-from atom.spec_decode.draft_length import Candidates, Choice, DraftLength, Verification
-from atom.spec_decode.first_runs import FirstRuns, StepShape
-from atom.spec_decode.lengths import AdaptiveLength, spread_lengths
+from atom.spec_decode.draft_policy import (
+    AdaptiveDrafts,
+    Candidates,
+    DraftNumbers,
+    DraftPolicy,
+    FixedDrafts,
+    Verification,
+    spread_numbers,
+)
 from atom.spec_decode.step_times import StepTimes
+from atom.spec_decode.suffix_index import Continuation
 
 
 @dataclass
@@ -25,9 +31,7 @@ class Machine:
         step: of a target step, and of each of its rows.
         draft: of a draft step, and of completing the draft's KV alone.
         acceptance: by source, of a draft whose predecessors were accepted.
-        tells: how much more likely a draft is accepted that looks good, and how much less one that
-            looks bad; of 0 confidences say nothing.
-        lies: drafts look good whatever they are.
+        lies: a lookup is sure of its drafts whatever they are.
         mix: the share of steps that a sequence spends on each source.
         noise: relative deviation of every time.
         slowness: factor of every time, by step.
@@ -37,7 +41,6 @@ class Machine:
     step: tuple[float, float] = (0.0100, 0.0004)
     draft: tuple[float, float] = (0.0008, 0.0001)
     acceptance: dict[str, float] = field(default_factory=lambda: {"eagle3": 0.65})
-    tells: float = 0.0
     lies: bool = False
     mix: dict[str, float] = field(default_factory=lambda: {"eagle3": 1.0})
     noise: float = 0.1
@@ -52,38 +55,15 @@ class Machine:
         drafting = self.draft[0] * made if made else self.draft[1]
         return self.jitter(verifying) + self.jitter(drafting)
 
-    def drafts(self, source: str, count: int) -> tuple[list[float], int]:
-        """Confidences of drafts, and how many of them the target would sample."""
-        mean, confidences, hits = self.acceptance[source], [], []
-        for _ in range(count):
-            likely = min(max(mean + self.rng.choice((-1, 1)) * self.tells, 0.0), 1.0)
-            confidences.append(0.97 if self.lies else 0.8 * likely)
-            hits.append(self.rng.random() < likely)
-        return confidences, (*hits, False).index(False)
+    def num_right(self, source: str) -> int:
+        """How many drafts the target would sample, if there were enough."""
+        right = 0
+        while self.rng.random() < self.acceptance[source] and right < 20:
+            right += 1
+        return right
 
     def jitter(self, seconds: float) -> float:
         return seconds * (1 + self.noise * abs(self.rng.gauss(0, 1)))
-
-
-class FixedLength:
-    """The same number at every step."""
-
-    def __init__(self, num_drafts: int) -> None:
-        self._num_drafts = num_drafts
-
-    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
-        pass
-
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
-        return Choice(self._num_drafts, self._num_drafts if drafts else 0)
-
-    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
-        return [len(own.confidences) for own in made]
-
-    def observe(
-        self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
-    ) -> None:
-        """Nothing is learnt."""
 
 
 @dataclass
@@ -92,7 +72,6 @@ class Run:
     seconds: float = 0.0
     rows: int = 0
     chosen: Counter[int] = field(default_factory=Counter)
-    shapes: set[StepShape] = field(default_factory=set)
 
     @property
     def rate(self) -> float:
@@ -100,57 +79,76 @@ class Run:
 
 
 def run(
-    length: DraftLength, machine: Machine, batch: int, steps: int, *, is_ahead: bool = False
+    policy: DraftPolicy,
+    machine: Machine,
+    batch: int,
+    steps: int,
+    *,
+    is_ahead: bool = False,
+    padded: Sequence[int] = (),
 ) -> Run:
     """Args:
-    is_ahead: the next step chooses before this one has cut and been observed.
+    is_ahead: the next step chooses before this one fits and is observed.
+    padded: as for `AdaptiveDrafts`.
     """
     result = Run()
     names, shares = list(machine.mix), list(machine.mix.values())
-    # Source, confidences of the drafts to verify, and how many of them are right.
-    pending: list[tuple[str, list[float], int]] = []
+    # Source, number of drafts to verify, and how many of them are right.
+    pending: list[tuple[str, int, int]] = []
     seen: set[tuple[str, int]] = set()
     unread: list[Callable[[], list[int]]] = []
     for step in range(steps):
         sources = machine.rng.choices(names, shares, k=batch)
-        drafts = "lookup" not in sources or "eagle3" in sources
-        choice = length.choose(sources, drafts=drafts)
+        policy.begin(batch, is_steady=True)
+        is_resting, numbers = policy.is_resting, DraftNumbers()
+        if not is_resting:
+            numbers = policy.choose(sources.count("lookup"), batch)
         for read in unread:
             read()
-        verified, made = sum(len(own) for _, own, _ in pending), choice.made
-        seconds = machine.seconds(batch, verified, made)
-        kinds = {("verified", verified), ("made", made)}
+        verified = sum(count for _, count, _ in pending)
+        if padded:
+            most = max((count for _, count, _ in pending), default=0)
+            verified = batch * next(n for n in padded if n >= most)
+        kinds = {("verified", verified), ("made", numbers.made)}
+        seconds = machine.seconds(batch, verified, numbers.made)
         seconds += machine.first_run * len(kinds - seen)
         seconds *= machine.slowness(step)
         seen |= kinds
-        result.shapes.add(StepShape(batch, verified, made))
-        verifications = [Verification(None, [], 0)] * (batch - len(pending))
+        verifications = [Verification(None, 0, 0)] * (batch - len(pending))
         verifications += [Verification(*own) for own in pending]
-        outcomes = [machine.drafts(source, choice.asked) for source in sources]
-        candidates = [Candidates(s, own) for s, (own, _) in zip(sources, outcomes, strict=True)]
+        rights = [machine.num_right(source) for source in sources]
+        candidates = []
+        for source in sources:
+            count, expected = numbers.made, 0.0
+            if source == "lookup":
+                sure = 0.97 if machine.lies else machine.acceptance[source]
+                drafts = Continuation([0] * numbers.most, [sure] * numbers.most)
+                drafts = drafts.likely(numbers.least)
+                count, expected = len(drafts.token_ids), drafts.score
+            candidates.append(Candidates(source, count, expected))
 
         def finish(
-            choice: Choice = choice,
+            is_resting: bool = is_resting,
+            numbers: DraftNumbers = numbers,
             candidates: list[Candidates] = candidates,
             verifications: list[Verification] = verifications,
             seconds: float = seconds,
         ) -> list[int]:
-            kept = length.cut(choice, candidates)
-            length.observe(choice, verifications, seconds)
+            kept = [0] * len(candidates) if is_resting else policy.fit(numbers, candidates)
+            policy.observe(numbers, verifications, seconds)
             return kept
 
         if is_ahead:
-            assert choice.verified is not None
-            unread, kept = [finish], [min(choice.verified, choice.asked)] * batch
+            unread, kept = [finish], [numbers.made] * batch
         else:
             kept = finish()
         result.tokens += batch + sum(v.num_accepted for v in verifications)
         result.seconds += seconds
-        result.chosen[choice.asked] += 1
+        result.chosen[numbers.asked] += 1
         result.rows += sum(kept)
         pending = [
-            (source, own[:count], min(right, count))
-            for source, (own, right), count in zip(sources, outcomes, kept, strict=True)
+            (source, count, min(right, count))
+            for source, right, count in zip(sources, rights, kept, strict=True)
         ]
     return result
 
@@ -164,8 +162,13 @@ def num_steps(batch: int) -> int:
     return 2000 if batch < 8 else 400
 
 
-def rate_of(num_drafts: int, machine: Machine, batch: int) -> float:
-    return run(FixedLength(num_drafts), fresh(machine), batch, num_steps(batch)).rate
+def rate_of(num_drafts: int, machine: Machine, batch: int, padded: Sequence[int] = ()) -> float:
+    policy = FixedDrafts(num_drafts, num_drafts)
+    return run(policy, fresh(machine), batch, num_steps(batch), padded=padded).rate
+
+
+def adaptive(choices: Sequence[int], **options: Any) -> AdaptiveDrafts:
+    return AdaptiveDrafts(choices, "eagle3", "lookup", **{"made": choices[-1], **options})
 
 
 SITUATIONS = {
@@ -186,13 +189,13 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("choices", [(0, 1, 2, 3), (0, 3), spread_lengths(7)], ids=str)
+@pytest.mark.parametrize("choices", [(0, 1, 2, 3), (0, 3), spread_numbers(7)], ids=str)
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_no_fixed_number_is_five_percent_faster(name: str, choices: tuple[int, ...]) -> None:
     """Its own beginning included."""
     machine, batch = SITUATIONS[name]
     best = max(rate_of(n, machine, batch) for n in choices)
-    found = run(AdaptiveLength(choices), fresh(machine), batch, num_steps(batch))
+    found = run(adaptive(choices), fresh(machine), batch, num_steps(batch))
     assert found.rate > 0.95 * best, found.chosen
 
 
@@ -205,128 +208,113 @@ def test_no_fixed_number_is_five_percent_faster(name: str, choices: tuple[int, .
     ],
 )
 def test_choosing_one_step_late_costs_little(name: str, choices: tuple[int, ...]) -> None:
-    """What a step makes, and how many of them the next one verifies, from all steps but the last;
-    each measured time goes to the choices of its own step.
-    """
+    """What a step makes, and so what the next one verifies, from all steps but the last."""
     machine, batch = SITUATIONS[name]
     best = max(rate_of(n, machine, batch) for n in choices)
-    length = AdaptiveLength(choices, CutToLongest(choices), is_ahead=True)
-    found = run(length, fresh(machine), batch, num_steps(batch), is_ahead=True)
+    policy = adaptive(choices, padded=choices)
+    found = run(policy, fresh(machine), batch, num_steps(batch), is_ahead=True, padded=choices)
     assert found.rate > 0.95 * best, found.chosen
 
 
-def test_a_choice_ahead_is_cut_as_it_was_chosen() -> None:
-    """Whatever the confidences are, since the next step runs already."""
-    length = AdaptiveLength((0, 3), CutToLongest((0, 3)), is_ahead=True)
-    choice = length.choose(["eagle3"] * 2, drafts=True)
-    assert choice.verified == choice.asked == 3
-    poor, few = Candidates("eagle3", [0.01] * 3), Candidates("eagle3", [0.9])
-    assert length.cut(choice, [poor, few]) == [3, 1]
-    assert length.cut(msgspec.structs.replace(choice, verified=1), [poor, few]) == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("machine", "batch", "gain"),
-    [
-        (Machine(step=(0.01, 0.001), acceptance={"eagle3": 0.5}, tells=0.45), 1, 1.0),
-        (Machine(step=(0.01, 0.001), acceptance={"eagle3": 0.5}, tells=0.45), 8, 1.05),
-        (Machine(acceptance={"eagle3": 0.7}, tells=0.28), 64, 1.02),
-    ],
-    ids=["alone", "eight", "many"],
-)
-def test_confidences_beat_every_fixed_number(machine: Machine, batch: int, gain: float) -> None:
-    """Drafts that tell how good they are: those of eight sequences pay where no number does."""
-    best = max(rate_of(n, machine, batch) for n in (0, 1, 2, 3))
-    length, machine = AdaptiveLength((0, 1, 2, 3)), fresh(machine)
-    run(length, machine, batch, 100)
-    assert run(length, machine, batch, num_steps(batch)).rate > gain * best
-
-
-@pytest.mark.parametrize("rule", [CutByTotal, CutToLongest])
-@pytest.mark.parametrize("lies", [True, False], ids=["lying", "useless"])
+@pytest.mark.parametrize("padded", [(), (0, 1, 2, 3)], ids=["exact", "padded"])
+@pytest.mark.parametrize("source", ["eagle3", "lookup"])
 @pytest.mark.parametrize("batch", [1, 8, 64])
-def test_never_slower_than_off(batch: int, lies: bool, rule: type[CutByTotal]) -> None:
+def test_never_slower_than_off(batch: int, source: str, padded: tuple[int, ...]) -> None:
     """Within 3 % once it is known that drafts are wrong, however sure their source is of them."""
-    machine = Machine(acceptance={"eagle3": 0.0}, lies=lies)
+    machine = Machine(acceptance={source: 0.0}, lies=True, mix={source: 1.0})
     # Nothing is made without speculation, not even the draft's KV.
     off = rate_of(0, replace(machine, draft=(0.0, 0.0)), batch)
-    length, machine = AdaptiveLength((0, 1, 2, 3), rule((0, 1, 2, 3))), fresh(machine)
-    run(length, machine, batch, 150)
-    assert run(length, machine, batch, num_steps(batch)).rate > 0.97 * off
+    policy, machine = adaptive((0, 1, 2, 3), padded=padded), fresh(machine)
+    run(policy, machine, batch, 150, padded=padded)
+    found = run(policy, machine, batch, num_steps(batch), padded=padded)
+    assert found.rate > 0.97 * off, found.chosen
 
 
-def test_totals_are_those_of_the_likeliest_drafts() -> None:
-    rule = CutByTotal((0, 1, 2, 3))
-    drafts = [[0.9, 0.8, 0.1], [0.2], [0.85, 0.3, 0.25], []]
-    gains = rule.gains(drafts)
-    cuts = {level: rule.cut(drafts, level) for level in gains}
-    # Every total is a step, and each takes the best drafts there are.
-    assert {sum(kept): kept for kept in cuts.values()} == {
-        0: [0, 0, 0, 0],
-        1: [1, 0, 0, 0],
-        2: [1, 0, 1, 0],
-        4: [2, 0, 2, 0],
-        6: [2, 1, 3, 0],
-    }
-    for level, kept in cuts.items():
-        assert rule.level_of(kept) == level
-        best = sum(sum(own[:n]) for own, n in zip(drafts, kept, strict=True))
-        assert gains[level] == (sum(kept), pytest.approx(best))
-    assert rule.level_of([3, 0, 0, 0]) is None
+def test_sure_drafts_of_a_lookup_are_verified_where_others_are_not() -> None:
+    """Rows are dear, so that only what is likely to be accepted pays."""
+    machine = Machine(step=(0.010, 0.002), acceptance={"lookup": 0.9}, mix={"lookup": 1.0})
+    policy = adaptive(spread_numbers(15), made=0)
+    run(policy, machine, 1, 300)
+    numbers = policy.choose(1, 1)
+    assert len(Continuation([0] * 15, [0.95] * 15).likely(numbers.least).token_ids) > 8
+    assert len(Continuation([0] * 15, [0.1] * 15).likely(numbers.least).token_ids) <= 1
+    # What it promised and did not keep counts.
+    machine.acceptance, machine.lies = {"lookup": 0.2}, True
+    run(policy, machine, 1, 1500)
+    assert policy.choose(1, 1).least > 2 * numbers.least
 
 
-def test_in_graphs_the_longest_counts() -> None:
-    rule = CutToLongest((0, 3))
-    drafts = [[0.9, 0.8], [0.2]]
-    assert rule.gains(drafts) == {0: (0, 0), 3: (3, pytest.approx(1.9))}
-    assert [rule.cut(drafts, level) for level in (0, 3)] == [[0, 0], [2, 1]]
-    assert rule.level_of([0, 0]) == 0
-    assert rule.level_of([0, 1]) == 3
-    assert rule.level_of([4, 1]) is None
+def test_sequences_of_a_lookup_need_no_drafts_of_the_proposer() -> None:
+    policy = adaptive((0, 1, 2, 3))
+    assert policy.choose(2, 2) == DraftNumbers(0, 3, 3, 0.0)
+    assert policy.choose(1, 2).made == 3
+    assert FixedDrafts(3, 15).choose(2, 2) == DraftNumbers(0, 15, 15, 0.0)
+    assert FixedDrafts(3, 15).choose(1, 2) == DraftNumbers(3, 15, 15, 0.0)
 
 
-def test_a_step_whose_drafts_are_all_forced_is_cut_to_nothing() -> None:
-    """Nothing is left to choose, whatever was chosen."""
-    length = AdaptiveLength((0, 3), CutToLongest((0, 3)))
-    assert length.cut(Choice(3, 3, 3, rate=100.0), []) == []
-    assert length.cut(Choice(3, 3), []) == []
+def test_totals_are_few_until_others_recur() -> None:
+    """Each is recorded for itself: the longest drafts lose some."""
+    policy = adaptive(spread_numbers(15), made=0, recording=lambda: 0.0)
+    numbers = policy.choose(4, 4)
+
+    def fit(*counts: int) -> list[int]:
+        return policy.fit(numbers, [Candidates("lookup", n) for n in counts])
+
+    assert fit(15, 0, 1, 0) == [15, 0, 1, 0]
+    assert fit(15, 15, 15, 14) == [14, 15, 15, 14]
+    assert [fit(15, 1, 1, 0) for _ in range(8)] == 7 * [[14, 1, 1, 0]] + [[15, 1, 1, 0]]
+    assert fit() == []
 
 
-def test_in_graphs_a_number_between_is_verified_where_it_pays() -> None:
-    """With dear rows one or two are better than three, and than none."""
-    machine = Machine(step=(0.02, 0.0006), acceptance={"eagle3": 0.7})
-
-    def rate(*levels: int) -> float:
-        length, own = AdaptiveLength((0, 3), CutToLongest(levels)), fresh(machine)
-        run(length, own, 32, 100)
-        return run(length, own, 32, 200).rate
-
-    assert rate(0, 1, 2, 3) > 1.04 * rate(0, 3)
-
-
-def test_new_shapes_are_run_where_they_pay() -> None:
-    """Each takes much longer the first time, so a batch that soon ends runs few of them."""
-
-    def shapes(first_runs: FirstRuns | None) -> int:
-        length = AdaptiveLength((0, 1, 2, 3), first_runs=first_runs)
-        found = set()
-        for batch in (8, 7, 6, 5, 4, 3, 2, 1):
-            machine = Machine(step=(0.01, 0.001), acceptance={"eagle3": 0.5}, tells=0.45)
-            found |= run(length, machine, batch, 20).shapes
-        return len(found)
-
-    assert shapes(FirstRuns(lambda: 0.02, 128)) < 0.6 * shapes(None)
+def test_acceptance_by_position() -> None:
+    """Positions that are rarely seen are as the one before; what was not made is not accepted."""
+    policy = adaptive((0, 1, 2, 3))
+    numbers = policy.choose(0, 1)
+    for accepted in (3, 1) * 200:
+        policy.fit(numbers, [Candidates("eagle3", 3)])
+        policy.observe(numbers, [Verification("eagle3", 3, accepted)], None)
+    expected = policy._acceptance["eagle3"].expected()
+    assert [drafts for drafts, _ in expected] == [0, 1, 2, 3]
+    assert [accepted for _, accepted in expected] == pytest.approx([0, 1, 1.5, 2], abs=0.05)
+    for _ in range(200):
+        policy.fit(numbers, [Candidates("lookup", 1)])
+        policy.observe(numbers, [Verification("lookup", 1, 1)], None)
+    expected = policy._acceptance["lookup"].expected()
+    assert expected[3] == (pytest.approx(1, abs=0.05), pytest.approx(1, abs=0.05))
 
 
-def test_shapes_that_are_dropped_are_new_again() -> None:
-    """Those that were run last are kept; the steps of the others count on."""
-    runs = FirstRuns(lambda: 3.0, 2)
-    first, second, third = (StepShape(4, n, 1) for n in (0, 1, 2))
-    assert runs.seconds(first) == runs.share(first) == 3.0
-    for shape in (first, second, first, third):
-        runs.ran(shape)
-    assert [runs.seconds(shape) for shape in (first, second, third)] == [0.0, 3.0, 0.0]
-    assert runs.share(second) == 3 / (1 + 4 / 8)
+def resting(policy: DraftPolicy, steps: int, num_sequences: int = 1) -> list[int]:
+    """How long the rests are, ended ones, if drafts never bring anything."""
+    found = [0]
+    for _ in range(steps):
+        policy.begin(num_sequences, is_steady=True)
+        found[-1] += policy.is_resting
+        if not policy.is_resting:
+            policy.fit(DraftNumbers(), [Candidates("eagle3", 0)] * num_sequences)
+            found.append(0)
+    return [each for each in found[:-1] if each]
+
+
+def test_rests_last_longer_and_longer_up_to_a_bound() -> None:
+    policy = adaptive((0, 3), recording=lambda: 0.0)
+    assert resting(policy, 30 + 3 * 32 + 1) == [1, 3, 7, 15, 31, 31, 31]
+    assert resting(policy, 60, num_sequences=2) == [1, 3, 7, 15]
+    assert resting(adaptive((0, 3)), 100) == []
+
+
+def test_drafts_and_new_sequences_end_a_rest() -> None:
+    policy = adaptive((0, 3), recording=lambda: 0.0)
+    resting(policy, 64)
+    policy.begin(0, is_steady=True)
+    assert not policy.is_resting
+    policy.begin(1, is_steady=False)
+    assert not policy.is_resting
+    policy.fit(DraftNumbers(), [Candidates("eagle3", 0)])
+    policy.begin(1, is_steady=True)
+    assert policy.is_resting
+    policy.begin(1, is_steady=False)
+    policy.fit(DraftNumbers(3, 3, 3), [Candidates("eagle3", 3)])
+    assert resting(policy, 16) == [1, 3, 7]
 
 
 TROUBLES: dict[str, Machine] = {
@@ -347,61 +335,62 @@ def test_times_that_change_do_not_mislead(draft: str, name: str, choices: tuple[
     if draft == "dear":
         machine = replace(machine, draft=(0.004, 0.0001))
     best = max(rate_of(n, machine, 1) for n in choices)
-    found = run(AdaptiveLength(choices), fresh(machine), 1, num_steps(1))
+    found = run(adaptive(choices), fresh(machine), 1, num_steps(1))
     assert found.rate > 0.95 * best, found.chosen
 
 
 @pytest.mark.parametrize("choices", [(0, 1, 2, 3), (0, 3)], ids=str)
 def test_it_follows_the_cost_of_drafts(choices: tuple[int, ...]) -> None:
     """A draft that is cheap, then dear, then cheap again."""
-    length = AdaptiveLength(choices)
+    policy = adaptive(choices)
     for seconds, expected in ((0.0005, 3), (0.02, 0), (0.0005, 3)):
         machine = Machine(draft=(seconds, 0.0001), acceptance={"eagle3": 0.8})
-        run(length, machine, 1, 1500)
-        settled = run(length, machine, 1, 300).chosen
+        run(policy, machine, 1, 1500)
+        settled = run(policy, machine, 1, 300).chosen
         assert settled.most_common(1)[0][0] == expected
 
 
 def test_what_is_nearly_best_is_not_only_tried() -> None:
     """A best that is only just best is chosen: what its drafts become is measured on."""
-    length = AdaptiveLength((0, 1))
+    policy = adaptive((0, 1))
     machine = Machine(step=(0.01, 0.0), draft=(0.005, 0.0), noise=0.0)
     machine.acceptance = {"eagle3": 0.5}
     for _ in range(20):
-        assert run(length, machine, 1, 100).chosen[1] > 0
+        assert run(policy, machine, 1, 100).chosen[1] > 0
 
 
 @pytest.mark.parametrize("batch", [1, 16])
 def test_it_follows_a_change(batch: int) -> None:
     """Text that is easy, then hopeless, then easy again."""
-    length = AdaptiveLength((0, 1, 2, 3))
+    policy = adaptive((0, 1, 2, 3))
     machine = Machine(step=(0.01, 0.0004))
     for acceptance, expected in ((0.9, 3), (0.0, 0), (0.9, 3)):
         machine.acceptance = {"eagle3": acceptance}
-        run(length, machine, batch, 1500)
-        settled = run(length, machine, batch, 300).chosen
+        run(policy, machine, batch, 1500)
+        settled = run(policy, machine, batch, 300).chosen
         assert settled.most_common(1)[0][0] == expected
         assert settled[expected] > 150  # a neighbour that is nearly as good is tried often
 
 
 def test_the_batch_decides() -> None:
     """The same draft pays for one sequence and not for many: no memory of the other batch."""
-    length = AdaptiveLength((0, 1, 2, 3))
+    policy = adaptive((0, 1, 2, 3))
     machine = Machine(step=(0.01, 0.004), acceptance={"eagle3": 0.5})
     for _ in range(3):
-        assert run(length, machine, 1, 400).chosen.most_common(1)[0][0] > 0
-        assert run(length, machine, 32, 400).chosen.most_common(1)[0][0] == 0
+        assert run(policy, machine, 1, 400).chosen.most_common(1)[0][0] > 0
+        assert run(policy, machine, 32, 400).chosen.most_common(1)[0][0] == 0
 
 
 def test_sources_are_told_apart() -> None:
     """With a lookup worth verifying and a draft that is not, steps differ."""
-    length = AdaptiveLength((0, 1, 2, 3))
+    policy = adaptive((0, 1, 2, 3))
     machine = Machine(
         acceptance={"eagle3": 0.03, "lookup": 0.9}, mix={"eagle3": 0.5, "lookup": 0.5}
     )
-    run(length, machine, 1, 1500)
-    assert max(length.choose(["lookup"], drafts=False).asked for _ in range(3)) == 3
-    chosen = Counter(length.choose(["eagle3"], drafts=True).asked for _ in range(100))
+    run(policy, machine, 1, 1500)
+    assert policy.choose(1, 1).most == 3
+    assert policy.choose(1, 1).least < 0.4
+    chosen = Counter(policy.choose(0, 1).made for _ in range(100))
     assert chosen.most_common(1)[0][0] == 0
 
 
@@ -471,12 +460,12 @@ def test_first_runs_are_forgotten() -> None:
 
 
 def test_lengths_worth_telling_apart() -> None:
-    assert spread_lengths(1) == (0, 1)
-    assert spread_lengths(3) == (0, 1, 2, 3)
-    assert spread_lengths(15) == (0, 1, 2, 3, 4, 6, 8, 12, 15)
+    assert spread_numbers(1) == (0, 1)
+    assert spread_numbers(3) == (0, 1, 2, 3)
+    assert spread_numbers(15) == (0, 1, 2, 3, 4, 6, 8, 12, 15)
 
 
 @pytest.mark.parametrize("choices", [(), (0,), (1, 2), (0, 3, 2), (0, 0, 1)])
 def test_choices_that_make_no_sense(choices: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="ascending numbers of drafts from 0"):
-        AdaptiveLength(choices)
+        AdaptiveDrafts(choices, "eagle3", made=3)
