@@ -31,11 +31,12 @@ LENGTH = 30
 NEW_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 # The others run every night.
-ENGINES = ("cohere2",)
+ENGINES = ("olmo3",)
 
 
 def families(often: tuple[str, ...] | list[str]) -> list[object]:
     """Those of a commit, and those of the night."""
+    assert set(often) <= set(FAMILIES)
     return [
         pytest.param(name, marks=() if name in often else pytest.mark.slow) for name in FAMILIES
     ]
