@@ -129,7 +129,7 @@ REFUSED: dict[str, Refusal] = {
     "another target": (
         {"target_hidden_size": 64},
         _keep,
-        ["64 elements", "3 x 64 = 192", f"3 x {HIDDEN} = {3 * HIDDEN}"],
+        ["target_hidden_size is 64", f"hidden_size is {HIDDEN}"],
     ),
     "another vocabulary": ({"vocab_size": 97}, _keep, ["97", "96"]),
     "aux ids out of range": (

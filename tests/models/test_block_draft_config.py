@@ -140,7 +140,7 @@ def test_default_layers_are_spread() -> None:
         (DFLASH, {"layer_types": ["full_attention"]}, "for each of 2 layers"),
         (DFLASH, {"layer_types": ["linear_attention"] * 2}, "linear_attention"),
         (DFLASH, {"rope_scaling": {"type": "spiral"}}, "spiral"),
-        (DSPARK, {"mask_token_id": None}, "no mask token"),
+        (DSPARK, {"mask_token_id": None}, "missing required field `mask_token_id`"),
         (DSPARK, {"mask_token_id": 96}, "mask_token_id should be a token of 0..95"),
         (DSPARK, {"markov_head_type": "lstm"}, "lstm"),
         (DSPARK, {"sample_from_anchor": True, "dspark_bonus_anchor": True}, "contradicts"),

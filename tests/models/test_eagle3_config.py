@@ -140,7 +140,7 @@ def test_sliding_window_only_when_positive(raw: dict[str, Any], window: int | No
 def test_unknown_keys_that_change_the_maths_are_refused(
     raw: dict[str, Any], words: list[str]
 ) -> None:
-    with pytest.raises(ConfigError, match="unknown keys") as raised:
+    with pytest.raises(ConfigError, match="not supported") as raised:
         Eagle3Config.from_dict({**MINIMAL, **raw})
     assert all(word in str(raised.value) for word in words)
 
@@ -197,17 +197,20 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["eagle_aux_hidden_state_layer_ids=[2, 5] and target_layer_ids=[1, 4]"],
     ),
     "no aux ids": ({"eagle_aux_hidden_state_layer_ids": []}, ["[]"]),
-    "last hidden state": ({"use_aux_hidden_state": False}, ["use_aux_hidden_state=false"]),
+    "last hidden state": (
+        {"use_aux_hidden_state": False},
+        ["use_aux_hidden_state=False", "between the target's layers"],
+    ),
     "last hidden state, nested": (
         {"eagle_config": {"use_aux_hidden_state": False}},
-        ["use_aux_hidden_state=false"],
+        ["use_aux_hidden_state=False", "between the target's layers"],
     ),
     "activation": ({"hidden_act": "gelu"}, ["'gelu'", "silu"]),
     "heads": ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
     "head size": ({"num_attention_heads": 5}, ["hidden_size=64", "num_attention_heads=5"]),
-    "no hidden size": ({"hidden_size": None}, ["hidden_size", "None"]),
+    "no hidden size": ({"hidden_size": None}, ["required field `hidden_size`"]),
     "hidden size of a wrong type": ({"hidden_size": "64"}, ["hidden_size", "'64'"]),
-    "flag of a wrong type": ({"fc_norm": 1}, ["fc_norm", "true or false", "1"]),
+    "flag of a wrong type": ({"fc_norm": 1}, ["fc_norm=1", "`bool`"]),
     "eps": ({"rms_norm_eps": 0}, ["rms_norm_eps", "0"]),
     "window": ({"sliding_window": "all"}, ["sliding_window", "'all'"]),
     "layer type": ({"layer_types": ["linear_attention"]}, ["linear_attention"]),
@@ -260,15 +263,13 @@ def test_hidden_size_of_another_target_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         Eagle3Config.from_dict(MHA).check_against_target(target(hidden_size=48))
     message = str(raised.value)
-    assert "32 elements (target_hidden_size)" in message
-    assert "3 x 32 = 96" in message
-    assert "48 (hidden_size), 3 x 48 = 144" in message
+    assert "target_hidden_size is 32 and the target's hidden_size is 48" in message
 
 
 def test_vocabulary_of_another_target_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         Eagle3Config.from_dict(MHA).check_against_target(target(vocab_size=VOCAB + 1))
-    assert f"vocab_size is {VOCAB} and the target's is {VOCAB + 1}" in str(raised.value)
+    assert f"vocab_size is {VOCAB} and the target's vocab_size is {VOCAB + 1}" in str(raised.value)
 
 
 def test_files(tmp_path: Path) -> None:
@@ -503,13 +504,13 @@ def test_a_card_may_state_its_acceptance_length() -> None:
 @pytest.mark.parametrize(
     ("card", "message"),
     [
-        (2.5, "should be an object with data, num_speculative_tokens, tokens_per_forward"),
-        ({"tokens_per_forward": 2.5}, "should be an object with data"),
-        ({**CARD, "more": 1}, "should be an object with data"),
-        ({**CARD, "num_speculative_tokens": 0}, "should be at least 1, got 0"),
+        (2.5, "expected_acceptance_length=2.5: Expected `object"),
+        ({"tokens_per_forward": 2.5}, "missing required field `num_speculative_tokens`"),
+        ({**CARD, "more": 1}, "unknown field `more`"),
+        ({**CARD, "num_speculative_tokens": 0}, r"\(num_speculative_tokens\): Expected `int` >= 1"),
         ({**CARD, "tokens_per_forward": 4.1}, "should be 1 to 4 with 3 drafts, got 4.1"),
-        ({**CARD, "tokens_per_forward": "2"}, "should be 1 to 4 with 3 drafts, got '2'"),
-        ({**CARD, "data": ""}, "on what it was measured, got ''"),
+        ({**CARD, "tokens_per_forward": "2"}, r"\(tokens_per_forward\): Expected `float`"),
+        ({**CARD, "data": ""}, r"\(data\): Expected `str` of length >= 1"),
     ],
 )
 def test_other_cards_are_refused(card: Any, message: str) -> None:

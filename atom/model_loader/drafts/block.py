@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -47,10 +46,8 @@ def load_block_draft(draft: str, target: DraftTarget, kind: str) -> BlockDraft:
             "acceptance may be nil. Use bfloat16 or float32",
             draft,
         )
-    if config.expected_acceptance is not None:
-        # The statistics name it after the method, which may be another of its kinds.
-        card = structs.replace(config.expected_acceptance, source=kind)
-        config = replace(config, expected_acceptance=card)
+    # The statistics name it after the method, which may be another of its kinds.
+    config = structs.replace(config, kind=kind)
     return load_onto(
         target,
         draft,
