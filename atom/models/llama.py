@@ -12,6 +12,7 @@ from atom.config import ConfigError
 from atom.model_ops.activation import SiluAndMul
 from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput, ModelOutput
 from atom.model_ops.attention.mha import Attention
+from atom.model_ops.attention.sinks import HeadSinks
 from atom.model_ops.embedding import (
     OutputHead,
     ParallelLMHead,
@@ -114,6 +115,8 @@ class LlamaAttention(Sublayer):
             self.scale(config),
             context,
             self.sliding_window(config, layer_id),
+            self.softcap(config),
+            self.create_sinks(config, context),
         )
 
     @property
@@ -144,6 +147,16 @@ class LlamaAttention(Sublayer):
     @staticmethod
     def sliding_window(config: PretrainedConfig, layer_id: int) -> int | None:
         """The layer's window in tokens; None for full attention."""
+        return None
+
+    @staticmethod
+    def softcap(config: PretrainedConfig) -> float | None:
+        """The cap of scores; None for none."""
+        return None
+
+    @staticmethod
+    def create_sinks(config: PretrainedConfig, context: LayerContext) -> HeadSinks | None:
+        """Scores beside those of the keys; None for none."""
         return None
 
     def prepare_queries(self, q: torch.Tensor) -> torch.Tensor:

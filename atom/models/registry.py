@@ -53,6 +53,7 @@ _MODELS = {
     "Olmo2ForCausalLM": _Model("olmo2", "Olmo2ForCausalLM", ("olmo2",)),
     "GraniteForCausalLM": _Model("granite", "GraniteForCausalLM", ("granite",)),
     "Phi3ForCausalLM": _Model("phi3", "Phi3ForCausalLM", ("phi3",)),
+    "Gemma2ForCausalLM": _Model("gemma2", "Gemma2ForCausalLM", ("gemma2",)),
     "Gemma3ForCausalLM": _Model("gemma3", "Gemma3ForCausalLM", ("gemma3_text",)),
     "CohereForCausalLM": _Model("cohere", "CohereForCausalLM", ("cohere",)),
     "Cohere2ForCausalLM": _Model("cohere", "Cohere2ForCausalLM", ("cohere2",)),

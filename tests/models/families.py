@@ -84,6 +84,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16},
     ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
     "gemma3_text": (
         "Gemma3",
         {

@@ -56,6 +56,7 @@ _FILES = {
     "cohere-norms": "command-r",
     "cohere2": "cohere2",
     "glm4": "glm4",
+    "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "glm4_moe": "glm4moe",
     "glm4_moe-norms": "glm4moe",
@@ -71,6 +72,7 @@ _IMPLIED: dict[str, dict[str, Any]] = {
     "cohere": {"tie_word_embeddings": True},
     "cohere-norms": {"tie_word_embeddings": True},
     "cohere2": {"num_hidden_layers": 4, "layer_types": None},
+    "gemma2": {"num_hidden_layers": 4, "query_pre_attn_scalar": 16},
     "gemma3_text": {"num_hidden_layers": 6, "layer_types": None, "query_pre_attn_scalar": 16},
 }
 _KEYS = {
@@ -88,6 +90,8 @@ _KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
@@ -252,7 +256,7 @@ def write_file(
     rope = config.rope_parameters
     if "full_attention" in rope:
         rope = rope["full_attention"]
-    if name in ("gemma3", "cohere2"):
+    if name in ("gemma2", "gemma3", "cohere2"):
         writer.add_uint32(f"{name}.attention.sliding_window", config.sliding_window)
     if rope["rope_type"] == "linear":
         writer.add_string(f"{name}.rope.scaling.type", "linear")
@@ -338,7 +342,7 @@ def tensors_of(
         if config.model_type in _PERMUTED and part in heads:
             split = values.reshape(heads[part], 2, -1, *values.shape[1:])
             values = split.swapaxes(1, 2).reshape(values.shape)
-        if name == "gemma3" and module.endswith("norm.weight"):
+        if name in ("gemma2", "gemma3") and module.endswith("norm.weight"):
             values = values + 1
         pieces = {module: values}
         if module.endswith("experts.gate_up_proj"):

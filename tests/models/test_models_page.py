@@ -32,6 +32,7 @@ _NAMES = {
     "glm4_moe": "GLM-4.5, 4.6, 4.7",
     "glm4_moe_lite": "GLM-4.7-Flash",
     "minimax_m2": "MiniMax-M2",
+    "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2",

@@ -105,6 +105,12 @@ _LATENT_RANKS = {
     "q_lora_rank": ("attention.q_lora_rank", int),
     "kv_lora_rank": ("attention.kv_lora_rank", int),
 }
+_SANDWICH_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _LAYER_NORMS = {
     "layer_norm_eps": ("attention.layer_norm_epsilon", float),
     "logit_scale": ("logit_scale", float),
@@ -187,18 +193,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         pairs=True,
     ),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        _SANDWICH_NORMS | _ATTENTION | _MLP,
+        {
+            **_WINDOW,
+            "attn_logit_softcapping": ("attn_logit_softcapping", float),
+            "final_logit_softcapping": ("final_logit_softcapping", float),
+        },
+        {"hidden_activation": "gelu_pytorch_tanh"},
+        adds_one=True,
+    ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
         "gemma3_text",
-        {
-            **_ATTENTION,
-            **_QK_NORMS,
-            **_MLP,
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
+        _SANDWICH_NORMS | _ATTENTION | _QK_NORMS | _MLP,
         _WINDOW,
         {"hidden_activation": "gelu_pytorch_tanh"},
         window_theta=10_000.0,

@@ -20,6 +20,8 @@ from atom.model_loader.gguf.file import GGUFFile
 from atom.models.config.check import check_config
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+# Layers of the models of 27 billion parameters.
+_GEMMAS_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 _DEFAULT_ROPE_THETA = 10000.0
 
 _KNOWN_KEYS = {
@@ -179,8 +181,8 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
         config["topk_method"] = "group_limited_greedy"
     # They are counted as blocks.
     config["num_hidden_layers"] -= config.get("num_nextn_predict_layers", 0)
-    if architecture.model_type == "gemma3_text":
-        config["query_pre_attn_scalar"] = _gemma3_scalar(config)
+    if architecture.model_type in _GEMMAS_BY_WIDTH:
+        config["query_pre_attn_scalar"] = _gemma_scalar(config)
     if "blk.0.ffn_gate.bias" in file.tensors:
         config["mlp_bias"] = True
     check_config(config, str(file.path))
@@ -203,11 +205,11 @@ def _fields(file: GGUFFile, architecture: Architecture) -> dict[str, Any]:
     return found
 
 
-def _gemma3_scalar(config: dict[str, Any]) -> int:
-    """The square of the divisor of queries: no key has it, and the model of 62 layers has its own.
+def _gemma_scalar(config: dict[str, Any]) -> int:
+    """The square of the divisor of queries: no key has it, and the largest model has its own.
     Source: llama.cpp's `llama-model.cpp`.
     """
-    if config["num_hidden_layers"] == 62:
+    if config["num_hidden_layers"] == _GEMMAS_BY_WIDTH[config["model_type"]]:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])
 

@@ -163,6 +163,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("native.elementwise:scale"),
         invariant("torch.elementwise:scale"),
     ),
+    "softcap": (
+        invariant("native.elementwise:softcap"),
+        invariant("torch.elementwise:softcap"),
+    ),
     "mul_sigmoid": (
         invariant("native.elementwise:mul_sigmoid"),
         invariant("torch.elementwise:mul_sigmoid"),

@@ -77,6 +77,7 @@ def _elementwise() -> list[OpCase]:
         OpCase("gelu_and_mul", (random(5, 512),), {"size": 256}, tolerance=ROUNDED),
         OpCase("add", (x, y), tolerance=ROUNDED, writes=True),
         OpCase("scale", (x, 0.3), tolerance=ROUNDED, writes=True),
+        OpCase("softcap", (x, 0.7), tolerance=2 * ROUNDED, writes=True),
         OpCase("mul_sigmoid", (x, random(5, 1, seed=6)), tolerance=2 * ROUNDED, writes=True),
         OpCase("sigmoid", (random(7).float(),), dtype=torch.float32, tolerance=1e-6),
         OpCase("rope", turned, {"head_dim": 128}, tolerance=ROUNDED),

@@ -17,6 +17,7 @@ _silu = Kernels("silu_and_mul", "2P4q")
 _gelu = Kernels("gelu_and_mul", "2P4q")
 _add = Kernels("add", "2P2q")
 _scale = Kernels("scale", "1P1qdq")
+_softcap = Kernels("softcap", "1P1qdq")
 _mul_sigmoid = Kernels("mul_sigmoid", "2P3q")
 _rope = Kernels("rope", "6P12q")
 
@@ -119,6 +120,14 @@ def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
     if not x.is_contiguous():
         raise mismatch("scale", x=x)
     _scale(x.dtype, x.data_ptr(), x.numel(), factor, num_threads())
+    return x
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap) in the memory of x, which is returned."""
+    if not x.is_contiguous():
+        raise mismatch("softcap", x=x)
+    _softcap(x.dtype, x.data_ptr(), x.numel(), cap, num_threads())
     return x
 
 

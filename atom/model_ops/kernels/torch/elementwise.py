@@ -152,6 +152,11 @@ def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x.mul_(factor)
 
 
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap) in the memory of x, which is returned."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
 def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """x [T, size] * sigmoid(gate [T, 1]) in the memory of x, which is returned."""
     return x.mul_(gate.sigmoid())

@@ -188,6 +188,18 @@ int64_t scale(const ScaleArgs& a) {
   return 0;
 }
 
+template <class T>
+int64_t softcap(const ScaleArgs& a) {
+  const float cap = float(a.factor);
+  run_shares(a.count, threads_for(a.count, a.threads), [&](int64_t begin, int64_t end) {
+    T* x = static_cast<T*>(a.x);
+    for (int64_t i = begin; i < end; i += kLanes) {
+      store_rounded_some(x + i, tanh(load_some(x + i, end - i) / cap) * cap, end - i);
+    }
+  });
+  return 0;
+}
+
 struct GatedRowsArgs {
   void* x;           // [rows, size], the products afterwards
   const void* gate;  // [rows]
@@ -334,6 +346,9 @@ int64_t mask_tokens(const MaskArgs& a) {
   }                                                                           \
   ATOM_EXPORT int64_t atom_scale_##name(const atom::ScaleArgs* args) {        \
     return atom::scale<type>(*args);                                          \
+  }                                                                           \
+  ATOM_EXPORT int64_t atom_softcap_##name(const atom::ScaleArgs* args) {      \
+    return atom::softcap<type>(*args);                                        \
   }                                                                           \
   ATOM_EXPORT int64_t atom_mul_sigmoid_##name(const atom::GatedRowsArgs* args) { \
     return atom::mul_sigmoid<type>(*args);                                    \

@@ -195,6 +195,12 @@ ATOM_INLINE vfloat exp(vfloat x) {
   return p * (vfloat)(((vuint)shifted - (vuint)magic + 127u) << 23);
 }
 
+ATOM_INLINE vfloat tanh(vfloat x) {
+  const vfloat e = exp(max(x, -x) * -2.0f);
+  const vfloat y = (1.0f - e) / (1.0f + e);
+  return select(x < vfloat{}, -y, y);
+}
+
 // ---- conversions --------------------------------------------------------------------------
 
 // A value of another type at an address of any alignment.

@@ -176,12 +176,6 @@ ATOM_INLINE vfloat exp2(vfloat x) {
   return p * (vfloat)((vuint)shifted << 23);
 }
 
-ATOM_INLINE vfloat tanh(vfloat x) {
-  const vfloat e = exp2(max(x, -x) * splat(-2.0f * 1.44269504f));
-  const vfloat y = (splat(1.0f) - e) / (splat(1.0f) + e);
-  return select(x < vfloat{}, -y, y);
-}
-
 // Products of queries and keys, a multiple of kLanes of them, become tanh(s / softcap).
 inline void cap_scores(const AttentionArgs& a, float* scores, int64_t count) {
   const vfloat scale = splat(float(a.product_scale()));
