@@ -101,7 +101,6 @@ _MACHINES = (
     "and --master-addr spread one engine over machines"
 )
 _CONFIG = "the checkpoint's config.json is read as it is: change it there"
-_TLS = "a proxy before the server has the certificates (docs/deployment.md)"
 _SPLIT_LAYERS = (
     "all layers are on the GPU, or all on the CPU with --device cpu: leave it out, or choose"
 )
@@ -253,7 +252,12 @@ _VLLM = [
     *_refused(VLLM, "parsers are part of the package", "--tool-parser-plugin"),
     *_refused(VLLM, "there are no middlewares; a proxy has their place", "--middleware"),
     *_refused(VLLM, "the server calls no tools", "--tool-server"),
-    *_refused(VLLM, _TLS, "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs"),
+    *_refused(
+        VLLM,
+        "clients must have a certificate where --ssl-ca-certs is given, and only there",
+        "--ssl-cert-reqs",
+        harmless=("0",),
+    ),
     *_refused(VLLM, "weights do not change while the engine runs", "--weight-transfer-config"),
     *_needless(VLLM, _KERNELS, "--linear-backend --dcp-comm-backend"),
     *_needless(VLLM, _STATES, "--mamba-backend --mamba-cache-mode --mamba-ssm-cache-dtype"),
@@ -501,7 +505,9 @@ _LLAMA = [
     ),
     *_refused(LLAMA, "requests say chat_template_kwargs themselves", "--chat-template-kwargs"),
     *_refused(LLAMA, "--api-key takes the keys, in a --config file, too", "--api-key-file"),
-    *_refused(LLAMA, _TLS, "--ssl-key-file --ssl-cert-file"),
+    *_refused(
+        LLAMA, "--ssl-keyfile and --ssl-certfile name them", "--ssl-key-file --ssl-cert-file"
+    ),
     *_refused(
         LLAMA,
         "such samplers are missing here",

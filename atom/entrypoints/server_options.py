@@ -48,6 +48,15 @@ class ServerOptions:
         name="api_key",
         parse=tuple,
     )
+    ssl_certfile: str | None = option(
+        None, "file with the server's certificate and those that vouch for it, PEM; HTTPS then"
+    )
+    ssl_keyfile: str | None = option(
+        None, "file with its key, PEM, not encrypted; in --ssl-certfile when omitted"
+    )
+    ssl_ca_certs: str | None = option(
+        None, "file with the certificates that clients' own must descend from, PEM"
+    )
     suffix_cache_across_api_keys: bool = option(
         False, "look up what clients with other keys were answered, too (--suffix-cache-tokens)"
     )
@@ -114,6 +123,7 @@ class ServerOptions:
             raise OptionError("--uds is instead of --host and --port; give one or the other")
         if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
             raise OptionError(f"--root-path must be a path such as /llm, got {self.root_path!r}")
+        self._check_certificates()
         if any(not key.strip() for key in self.api_keys):
             raise OptionError("--api-key must not be empty")
         if any(not name for name in self.served_model_names):
@@ -132,6 +142,26 @@ class ServerOptions:
         _check_name("--tool-strictness", self.tool_strictness, TOOL_STRICTNESS)
         _check_name("--tool-call-parser", self.tool_call_parser, TOOL_FORMATS)
         _check_name("--reasoning-parser", self.reasoning_parser, REASONING_FORMATS)
+
+    def _check_certificates(self) -> None:
+        """A wrong file ends the start, not the first connection."""
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile is not None or self.ssl_ca_certs is not None:
+                raise OptionError("--ssl-keyfile and --ssl-ca-certs go with --ssl-certfile")
+            return
+        import ssl
+
+        def no_password() -> str:
+            raise OptionError("the key of --ssl-certfile is encrypted; give one that is not")
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, no_password)
+            if self.ssl_ca_certs is not None:
+                context.load_verify_locations(self.ssl_ca_certs)
+        except (OSError, ssl.SSLError) as error:  # the error names no file
+            files = [f for f in (self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs) if f]
+            raise OptionError(f"cannot serve HTTPS with {', '.join(files)}: {error}") from error
 
     def check_sharing(self, suffix_cache_tokens: int) -> None:
         """How long an answer takes tells a little about the answers that it was looked up in.

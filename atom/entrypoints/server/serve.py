@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import stat
 from collections.abc import Iterator
 
@@ -114,6 +115,10 @@ async def serve(engine_config: EngineConfig, options: ServerOptions, sock: socke
             http=BoundedProtocol,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_ca_certs=options.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_NONE if options.ssl_ca_certs is None else ssl.CERT_REQUIRED,
         )
         return await _listen(_Server(config), engine, options, sock, signals)
     finally:
@@ -148,7 +153,8 @@ async def _listen(
     sock: socket.socket,
     signals: _Signals,
 ) -> int:
-    url, is_open = _url(sock), _is_open(sock)  # uvicorn closes the socket
+    url = _url(sock, is_encrypted=options.ssl_certfile is not None)
+    is_open = _is_open(sock)  # uvicorn closes the socket
     try:
         sock.listen(BACKLOG)  # not left to the event loop: uvloop keeps a failure to itself
     except OSError as error:
@@ -206,11 +212,12 @@ def _is_open(sock: socket.socket) -> bool:
     return not ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def _url(sock: socket.socket) -> str:
+def _url(sock: socket.socket, *, is_encrypted: bool) -> str:
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if is_encrypted else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
