@@ -316,6 +316,7 @@ class LLM:
         dimensions: int | None = None,
         prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
+        use_activation: bool | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each text or list of token ids, in their order.
 
@@ -323,13 +324,16 @@ class LLM:
             dimensions: numbers to cut the vectors to, where the model allows it.
             prompt_name: of a text of the checkpoint to put before each, such as `query`.
             truncate_prompt_tokens: tokens to cut longer inputs to; -1 for the model's limit.
+            use_activation: whether vectors get length 1; None for what the checkpoint says.
 
         Raises:
             WrongTaskError: when the model does not embed.
             RequestRefusedError: for an input that the model cannot take.
             RequestFailedError: when computing one raised an error.
         """
-        return self._pooler.embed(prompts, dimensions, prompt_name, truncate_prompt_tokens)
+        return self._pooler.embed(
+            prompts, dimensions, prompt_name, truncate_prompt_tokens, use_activation
+        )
 
     def score(
         self,

@@ -41,15 +41,22 @@ class Work:
         ]
 
 
-def cut_vectors(engine: PoolingEngine, rows: Sequence[np.ndarray], size: int | None) -> np.ndarray:
-    """Vectors [N, size], of length 1 again if they had it."""
-    vectors = np.stack(rows)
+def cut_vectors(
+    engine: PoolingEngine,
+    rows: Sequence[np.ndarray],
+    size: int | None = None,
+    normalize: bool | None = None,
+) -> np.ndarray:
+    """Vectors [N, size].
+
+    Args:
+        size: numbers to cut them to, if any.
+        normalize: whether they get length 1; None for what the checkpoint says.
+    """
     embedding = engine.loaded.embedding
     assert embedding is not None
-    if size is None or size == embedding.dimension:
-        return vectors
-    vectors = vectors[:, :size]
-    if embedding.is_normalized:
+    vectors = np.stack(rows)[:, :size]
+    if embedding.is_normalized if normalize is None else normalize:
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         vectors = vectors / np.maximum(lengths, 1e-12)
     return np.ascontiguousarray(vectors)
@@ -137,7 +144,8 @@ def scores(
     """
     scoring = engine.loaded.scoring
     if scoring is None:
-        queries, documents = np.stack(rows[: work.num_queries]), np.stack(rows[work.num_queries :])
+        vectors = cut_vectors(engine, rows)
+        queries, documents = vectors[: work.num_queries], vectors[work.num_queries :]
         products = (queries * documents).sum(1)
         if engine.loaded.embedding is not None and engine.loaded.embedding.similarity == "cosine":
             lengths = np.linalg.norm(queries, axis=1) * np.linalg.norm(documents, axis=1)

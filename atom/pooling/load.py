@@ -74,7 +74,7 @@ class Embedding:
         dimension: of its vectors.
         dimensions: that they may be cut to; None for any, empty for none.
         similarity: how two vectors are compared.
-        is_normalized: whether they have length 1, and have it again when they were cut.
+        is_normalized: whether they have length 1, cut ones too, unless a request says otherwise.
     """
 
     dimension: int

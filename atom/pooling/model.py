@@ -73,7 +73,7 @@ class PoolingModel(ABC):
 
 
 class EmbeddingModel(PoolingModel):
-    """Hidden states, pooled to one vector.
+    """Hidden states, pooled to one vector, which is not yet normalised: a request decides that.
 
     Attributes:
         dimension: of the vectors.
@@ -101,7 +101,7 @@ class EmbeddingModel(PoolingModel):
                 for states, each in zip(hidden, batch, strict=True)
             ]
         )
-        for step in self._recipe.steps:
+        for step in self._recipe.computed:
             if isinstance(step, Dense):
                 rows = self._denses[step](rows)
                 rows = rows.tanh() if step.activation == "tanh" else rows

@@ -98,6 +98,11 @@ class EmbeddingRecipe:
     def is_normalized(self) -> bool:
         return bool(self.steps) and isinstance(self.steps[-1], Normalize)
 
+    @property
+    def computed(self) -> tuple[Dense | Normalize, ...]:
+        """The steps but the last normalisation."""
+        return self.steps[:-1] if self.is_normalized else self.steps
+
 
 @dataclass(frozen=True)
 class LogitScore:

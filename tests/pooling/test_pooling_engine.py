@@ -189,6 +189,10 @@ def test_llm(bert: Path) -> None:
         assert fox.outputs.hidden_size == 48
         (short,) = llm.embed("the fox", dimensions=5)
         assert short.outputs.hidden_size == 5
+        (plain,) = llm.embed("the fox", use_activation=False)
+        length = np.linalg.norm(plain.outputs.embedding)
+        assert abs(length - 1) > 0.1
+        assert np.allclose(plain.outputs.embedding / length, fox.outputs.embedding, atol=1e-6)
         (dog,) = llm.embed("a lazy dog")
         one, other = llm.score("the fox", ["the fox", "a lazy dog"])
         assert one.outputs.score == pytest.approx(1)

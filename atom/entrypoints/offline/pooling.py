@@ -34,6 +34,7 @@ class OfflinePooling:
         dimensions: int | None,
         prompt_name: str | None,
         truncate: int | None,
+        use_activation: bool | None,
     ) -> list[EmbeddingRequestOutput]:
         check_dimensions(self.engine, dimensions)
         contents = [content_of(prompt) for prompt in prompt_list(prompts, None)]
@@ -46,7 +47,7 @@ class OfflinePooling:
             for number, content in enumerate(contents)
         ]
         rows = self.engine.compute(inputs)
-        vectors = cut_vectors(self.engine, rows, dimensions).tolist()
+        vectors = cut_vectors(self.engine, rows, dimensions, use_activation).tolist()
         return [
             EmbeddingRequestOutput(
                 str(next(self._ids)), EmbeddingOutput(vector), list(each.token_ids)

@@ -10,6 +10,7 @@ import numpy as np
 
 from atom.entrypoints.http.errors import bad_request
 from atom.entrypoints.pooling.protocol import EmbeddingRequest
+from atom.messages import RequestRefusedError
 from atom.pooling.answers import Work, check_dimensions, cut_vectors
 from atom.pooling.engine import PoolingEngine
 
@@ -66,6 +67,7 @@ def prepare_embeddings(body: EmbeddingRequest, engine: PoolingEngine) -> Work:
     """
     inputs = parse_inputs(body.input)
     check_dimensions(engine, body.dimensions)
+    _normalizes(body)
     return Work(
         [
             engine.loaded.texts.encode(
@@ -80,6 +82,18 @@ def prepare_embeddings(body: EmbeddingRequest, engine: PoolingEngine) -> Work:
     )
 
 
+def _normalizes(body: EmbeddingRequest) -> bool | None:
+    """Raises:
+    RequestRefusedError: when the two names of this contradict each other.
+    """
+    given = {body.use_activation, body.normalize} - {None}
+    if len(given) > 1:
+        raise RequestRefusedError(
+            "normalize contradicts use_activation, its newer name", "normalize"
+        )
+    return given.pop() if given else None
+
+
 def embeddings_answer(
     body: EmbeddingRequest,
     model: str,
@@ -87,7 +101,7 @@ def embeddings_answer(
     work: Work,
     rows: Sequence[np.ndarray],
 ) -> dict[str, Any]:
-    vectors = cut_vectors(engine, rows, body.dimensions)
+    vectors = cut_vectors(engine, rows, body.dimensions, _normalizes(body))
     spelled: list[Any] = (
         [base64.b64encode(vector).decode("ascii") for vector in vectors.astype("<f4")]
         if body.encoding_format == "base64"

@@ -20,11 +20,11 @@ class EmbeddingRequest(ApiModel):
 
     Attributes:
         prompt_name: sentence-transformers' name of a text of the checkpoint, put before each text.
+        use_activation: whether vectors get length 1; None for what the checkpoint says.
+        normalize: vLLM's older name of the same.
     """
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "normalize": (),
-        "use_activation": (),
         "embed_dtype": ("float32",),
         "endianness": ("native", "little"),
         "priority": (0,),
@@ -38,8 +38,8 @@ class EmbeddingRequest(ApiModel):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     prompt_name: str | None = None
-    normalize: Any = None
-    use_activation: Any = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
     embed_dtype: Any = None
     endianness: Any = None
     priority: Any = None

@@ -140,6 +140,20 @@ async def test_shapes_of_inputs(client: httpx.AsyncClient) -> None:
     assert np.abs(decoded - both[0]).max() < 1e-6
 
 
+@pytest.mark.parametrize("name", ["use_activation", "normalize"])
+async def test_a_request_says_whether_vectors_have_length_1(
+    client: httpx.AsyncClient, name: str
+) -> None:
+    usual = await vectors(client, [FOX, DOG])
+    assert np.allclose(await vectors(client, [FOX, DOG], **{name: True}), usual, atol=0)
+    plain = await vectors(client, [FOX, DOG], **{name: False})
+    lengths = np.linalg.norm(plain, axis=1, keepdims=True)
+    assert np.abs(lengths - 1).min() > 0.1
+    np.testing.assert_allclose(plain / lengths, usual, atol=1e-6)
+    short = await vectors(client, FOX, dimensions=6, **{name: False})
+    np.testing.assert_allclose(short[0], plain[0, :6], atol=1e-6)
+
+
 async def test_as_many_inputs_as_openai_takes(client: httpx.AsyncClient) -> None:
     many = await vectors(client, [FOX, DOG] * 1024)
     pair = await vectors(client, [FOX, DOG])
@@ -167,7 +181,11 @@ async def test_as_many_inputs_as_openai_takes(client: httpx.AsyncClient) -> None
         ({"input": FOX, "dimensions": 49}, "may have 1 to 48"),
         ({"input": FOX, "encoding_format": "bytes"}, "encoding_format"),
         ({"input": FOX, "prompt_name": "q"}, "is none of the model's, which are: query"),
-        ({"input": FOX, "normalize": False}, "normalize is not supported"),
+        (
+            {"input": FOX, "normalize": False, "use_activation": True},
+            "normalize contradicts use_activation",
+        ),
+        ({"input": FOX, "use_activation": "no"}, "use_activation"),
         ({}, "input is missing"),
     ],
 )
