@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from atom.model_ops.quant.rounding import InputRounding, QuantInputs, Rows
 from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
 from atom.model_ops.quant.weights import held_bytes
 from atom.model_ops.routing import Routing
+from atom.model_ops.weights import copy_weight
 
 # The checkpoint's module or tensor -> our matrix.
 _MATRICES = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
@@ -36,6 +37,19 @@ def is_only_shared_plain(context: LayerContext, prefix: str, shared: str) -> boo
     routed = quant.method_for(prefix, [f"{prefix}.0.{part}" for part in _MATRICES], "experts")
     alone = (quant.method_for(f"{shared}.{part}") for part in _MATRICES)
     return routed is not None and not any(alone)
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """Between products with biases: (up + 1) * gate * sigmoid(alpha * gate), both cut off at
+    `limit`, gate only above.
+
+    Experts with it are stored as gpt-oss has them: where one tensor has those of all, gate and up
+    take turns, and numbers are [experts, inputs, outputs].
+    """
+
+    alpha: float
+    limit: float
 
 
 class TopKRouter(nn.Module):
@@ -88,11 +102,13 @@ class FusedMoE(nn.Module):
         shared: the checkpoint's name of an expert that every token visits, as `routing.has_shared`
             says; its weights follow those of the others. None if it is a layer of its own. It is
             stored like the others, or not quantised where the op takes that (`OpChoice`).
+        gate: None for silu without biases.
 
     Attributes:
         num_experts: of all ranks, without a shared one.
         w13_weight: [experts, 2 * inter, hidden], gate above up projection, if not quantised.
         w2_weight: [experts, hidden, inter], down projection, if not quantised.
+        w13_bias, w2_bias: [experts, 2 * inter] and [experts, hidden], with a clamped gate.
         shared_w13_weight, shared_w2_weight: those of a shared expert that is stored otherwise.
 
     Raises:
@@ -102,6 +118,8 @@ class FusedMoE(nn.Module):
 
     w13_weight: nn.Parameter
     w2_weight: nn.Parameter
+    w13_bias: nn.Parameter
+    w2_bias: nn.Parameter
     shared_w13_weight: nn.Parameter
     shared_w2_weight: nn.Parameter
 
@@ -114,6 +132,7 @@ class FusedMoE(nn.Module):
         context: LayerContext,
         prefix: str,
         shared: str | None = None,
+        gate: ClampedGate | None = None,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -146,9 +165,15 @@ class FusedMoE(nn.Module):
                 }
         except ValueError as error:
             raise ValueError(f"{prefix}: {error}") from error
+        self._gate = gate
+        # Of ranks that share every expert, one adds the bias.
+        self._adds_bias = context.experts.size > 1 or context.group.rank == 0
+        if gate is not None:
+            self.w13_bias = context.empty(self._held.count, 2 * share.size)
+            self.w2_bias = context.empty(self._held.count, hidden_size)
         form = self._storages["w13"].format
         self.choice = resolve_product(
-            "moe_experts",
+            "moe_experts" if gate is None else "clamped_experts",
             form,
             context,
             num_experts=self._held.count + self._has_plain,
@@ -187,7 +212,9 @@ class FusedMoE(nn.Module):
             matrix, stored, shard = _MATRICES[match[3]], match[4], match[1]
         else:
             return None
-        return (f"{matrix}_{stored}", shard) if stored in self._storages[matrix].stored else None
+        is_stored = stored in self._storages[matrix].stored
+        is_bias = stored == "bias" and self._gate is not None
+        return (f"{matrix}_{stored}", shard) if is_stored or is_bias else None
 
     def weight_shards(self, name: str) -> tuple[str, ...]:
         """`0.gate_proj`, `0.up_proj`, `1.gate_proj`, ..."""
@@ -220,6 +247,9 @@ class FusedMoE(nn.Module):
             self._plain[matrix].load("weight", tensor, self._parts[part])
             return
         matrix, _, stored = name.partition("_")
+        if stored == "bias" and self._gate is not None:
+            self._load_bias(matrix, tensor, shard)
+            return
         storage = self._storages[matrix]
         if shard == _ROUTED:
             for i, own in enumerate(self._of_all(tensor)):
@@ -233,17 +263,45 @@ class FusedMoE(nn.Module):
             tensor = self._of_all(tensor).narrow(0, self._held.first, self._held.count)
         self._load_stacked(matrix, stored, tensor)
 
+    def _load_bias(self, matrix: str, tensor: torch.Tensor, shard: str | None) -> None:
+        bias = self.w13_bias if matrix == "w13" else self.w2_bias
+        if shard is not None:
+            number, _, name = shard.partition(".")
+            expert = int(number) - self._held.first
+            self._copy_bias(bias[expert : expert + 1], tensor[None], name)
+            return
+        rows = self._of_all(tensor).narrow(0, self._held.first, self._held.count)
+        if matrix == "w2":
+            self._copy_bias(bias, rows, "down_proj")
+            return
+        self._copy_bias(bias, rows[..., ::2], "gate_proj")
+        self._copy_bias(bias, rows[..., 1::2], "up_proj")
+
+    def _copy_bias(self, bias: torch.Tensor, rows: torch.Tensor, name: str) -> None:
+        part = self._parts[name]
+        cut = part.rows
+        if rows.shape != (len(bias), cut.total):
+            raise ValueError(
+                f"the checkpoint holds {name}'s bias {list(rows.shape)}, the model wants "
+                f"{[len(bias), cut.total]}"
+            )
+        mine = rows[:, cut.start : cut.start + cut.size]
+        copy_weight(bias[:, part.offset : part.offset + cut.size], mine)
+
     def _load_stacked(
         self, matrix: str, stored: str, tensor: torch.Tensor, expert: int | None = None
     ) -> None:
         """Load both matrices of `w13`, or the one of `w2`, of one expert or of all held here."""
         storage = self._storages[matrix]
+        is_turned = self._gate is not None and stored == "weight"
+        if is_turned:
+            tensor = tensor.transpose(-1, -2)
         if matrix == "w2":
             storage.load(stored, tensor, self._parts["down_proj"], expert)
             return
         # Gate and up are split over the ranks separately.
         rows = tensor if expert is None else tensor[None]
-        alternate = storage.stored[stored].gate_up_alternate
+        alternate = is_turned or storage.stored[stored].gate_up_alternate
         both = (rows[:, ::2], rows[:, 1::2]) if alternate else rows.chunk(2, dim=1)
         for part, half in zip(("gate_proj", "up_proj"), both, strict=True):
             own = half if expert is None else half[0]
@@ -274,6 +332,8 @@ class FusedMoE(nn.Module):
     def process_after_loading(self) -> None:
         """Convert quantised weights, and all to the layout that the op reads."""
         w13, w2 = self._storages.values()
+        if self._gate is not None and not self._adds_bias:
+            self.w2_bias.data.zero_()
         if w13.format is not None:
             self._prepared = take_weights(w13, self.choice), take_weights(w2, self.choice)
             if self.choice.prepare is not None:
@@ -323,7 +383,12 @@ class FusedMoE(nn.Module):
     def _run(self, x: Rows, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The same with ids among this rank's experts; their number for one elsewhere."""
         w13, w2 = self._weights()
-        out: torch.Tensor = self._experts(x, w13, w2, weights, ids, self._held.elsewhere)
+        out: torch.Tensor
+        if self._gate is not None:
+            biases, gate = (self.w13_bias, self.w2_bias), self._gate
+            out = self._experts(x, w13, w2, *biases, weights, ids, gate.alpha, gate.limit)
+        else:
+            out = self._experts(x, w13, w2, weights, ids, self._held.elsewhere)
         return out
 
     def _weights(self) -> tuple[Any, Any]:

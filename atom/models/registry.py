@@ -60,6 +60,7 @@ _MODELS = {
     "Glm4ForCausalLM": _Model("glm4", "Glm4ForCausalLM", ("glm4",)),
     "Glm4MoeForCausalLM": _Model("glm4_moe", "Glm4MoeForCausalLM", ("glm4_moe",)),
     "Glm4MoeLiteForCausalLM": _Model("glm4_moe", "Glm4MoeLiteForCausalLM", ("glm4_moe_lite",)),
+    "GptOssForCausalLM": _Model("gpt_oss", "GptOssForCausalLM", ("gpt_oss",)),
     "MiniMaxM2ForCausalLM": _Model("minimax_m2", "MiniMaxM2ForCausalLM", ("minimax_m2",)),
 }
 # Architectures that are known and not supported, and what is missing.

@@ -31,6 +31,7 @@ _NAMES = {
     "glm4": "GLM-4 (dense)",
     "glm4_moe": "GLM-4.5, 4.6, 4.7",
     "glm4_moe_lite": "GLM-4.7-Flash",
+    "gpt_oss": "gpt-oss",
     "minimax_m2": "MiniMax-M2",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
@@ -45,6 +46,7 @@ _DRAFTS = {
     "qwen3_moe": "`RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3`, "
     "`nvidia/Qwen3-235B-A22B-Eagle3`",
     "deepseek_v3": "MTP inside",
+    "gpt_oss": "`nvidia/gpt-oss-120b-Eagle3-v2`, `RedHatAI/gpt-oss-20b-speculator.eagle3`",
     "minimax_m2": "`thoughtworks/MiniMax-M2.5-Eagle3`",
     "deepseek_v32": "MTP inside",
     "glm4_moe": "MTP inside",

@@ -341,6 +341,23 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "torch.quant:quant_experts", prepare="torch.quant:prepare_experts", dequantises=True
         ),
     ),
+    "clamped_experts": (
+        invariant("native.moe:clamped_experts"),
+        kernel("torch.moe:clamped_experts"),
+    ),
+    "quant_clamped_experts": (
+        invariant(
+            "native.quant_experts:dense_clamped_experts",
+            "native.quant_experts:refuses_dense",
+            prepare="torch.quant:prepare_experts",
+            dequantises=True,
+        ),
+        kernel(
+            "torch.quant:quant_clamped_experts",
+            prepare="torch.quant:prepare_experts",
+            dequantises=True,
+        ),
+    ),
     "embedding": (
         invariant("native.gather:embedding"),
         invariant("torch.gather:embedding"),

@@ -15,6 +15,7 @@ _OF_QUANTISED = {
     "linear": "quant_linear",
     "logits": "quant_logits",
     "moe_experts": "quant_experts",
+    "clamped_experts": "quant_clamped_experts",
 }
 _INTEGERS = ("int4", "int6", "int8")
 

@@ -91,6 +91,8 @@ def _products() -> list[OpCase]:
     ids = torch.stack([torch.randperm(8)[:2] for _ in range(5)])
     gates = torch.rand(5, 2)
     experts = random(5, 128), random(8, 256, 128, seed=3) / 8, random(8, 128, 128, seed=4) / 8
+    biases = random(8, 256, seed=7), random(8, 128, seed=8)
+    clamped = *experts, *biases, gates, ids, 1.702, 1.5
     layer = {"num_experts": 8, "top_k": 2, "elsewhere": 0}
     layer |= {"hidden_size": 128, "intermediate_size": 128}
     return [
@@ -98,6 +100,7 @@ def _products() -> list[OpCase]:
         OpCase("linear", (x[:3], wide, None), wide_sizes, tolerance=ROUNDED),
         OpCase("logits", (x, weight), sizes, tolerance=1e-3),
         OpCase("embedding", (integers(96, 7), weight)),
+        OpCase("clamped_experts", clamped, layer, tolerance=2 * ROUNDED),
         OpCase("moe_experts", (*experts, gates, ids), layer, tolerance=2 * ROUNDED),
     ]
 

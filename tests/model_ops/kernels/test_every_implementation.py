@@ -33,6 +33,7 @@ ELSEWHERE = {
     "quant_logits": "test_native_quant.py",
     "quant_embedding": "test_native_quant.py",
     "quant_experts": "test_triton_quant_experts.py",
+    "quant_clamped_experts": "test_native_quant_experts.py",
     "block_attention": "test_triton_attention.py",
     "rms_norm_pair": "test_triton_elementwise.py",
     "rms_norm_beside": "test_triton_elementwise.py",

@@ -10,8 +10,9 @@ from model_ops.kernels.test_native_quant import FORMATS, REASON, inputs, weights
 
 from atom.model_ops.kernels.native import quant, quant_experts, quant_pack
 from atom.model_ops.kernels.torch import quant as torch_quant
+from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
-from atom.model_ops.registry import OpQuery
+from atom.model_ops.registry import OpQuery, OpTable
 from atom.platform import cpu_platform
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no native kernels: {REASON}")
@@ -125,3 +126,39 @@ def test_what_is_refused(form: WeightFormat, inter: int, reason: str | None) -> 
     refusal = quant_experts.refuses(OpQuery(cpu_platform(), torch.bfloat16, shape, weights=form))
     assert (refusal is None) == (reason is None)
     assert reason is None or (refusal is not None and refusal.startswith(reason))
+
+
+MXFP4 = WeightFormat("fp4", 1, 32, "e8m0")
+
+
+def mxfp4(out: int, size: int, seed: int) -> QuantWeights:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(256, (EXPERTS, out, size // 2), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(119, 124, (EXPERTS, out, size // 32), generator=generator)
+    return QuantWeights(MXFP4, codes, scale.to(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_experts_of_mxfp4(dtype: torch.dtype) -> None:
+    """The table's choice is what PyTorch makes of the numbers; rows have the same bits alone."""
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "elsewhere": 0}
+    sizes |= {"hidden_size": HIDDEN, "intermediate_size": INTER}
+    w13, w2 = mxfp4(2 * INTER, HIDDEN, 1), mxfp4(HIDDEN, INTER, 2)
+    generator = torch.Generator().manual_seed(4)
+    biases = [torch.randn(EXPERTS, n, generator=generator).to(dtype) for n in (2 * INTER, HIDDEN)]
+    x, (scores, ids) = inputs(ROWS, HIDDEN, dtype), choices()
+    table = OpTable(cpu_platform(), OPS)
+    choice = table.resolve_weights("quant_clamped_experts", dtype, MXFP4, **sizes)
+    assert choice.name == "native"
+    assert choice.prepare is not None
+    prepared = choice.prepare(w13, w2, dtype)
+    gate = 1.702, 2.0
+    found = choice.function(x, *prepared, *biases, scores, ids, *gate)
+    dense = torch_quant.prepare_experts(w13, w2, torch.float32)
+    wide = [bias.float() for bias in biases]
+    expected = torch_quant.quant_clamped_experts(x.float(), *dense, *wide, scores, ids, *gate)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype] * float(expected.abs().max())
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=0)
+    for rows in ([7], [3, 39, 5]):
+        own = choice.function(x[rows], *prepared, *biases, scores[rows], ids[rows], *gate)
+        assert torch.equal(own, found[rows])

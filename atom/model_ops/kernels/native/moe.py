@@ -9,7 +9,7 @@ from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
 
 _route = Kernels("moe_route", "4P9qd")
-_experts = Kernels("moe_experts", "6P8q")
+_experts = Kernels("moe_experts", "8P8q2d")
 _ONLY_EXPERT = Routing(num_experts=1, top_k=1, scoring="sigmoid")
 
 
@@ -71,6 +71,39 @@ def moe_experts(
         IndexError: for a negative id.
     """
     del elsewhere  # such an id adds nothing in any case
+    return _sum_experts(x, w13, w2, None, weights, ids, 0.0, 0.0)
+
+
+def clamped_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    bias13: torch.Tensor,
+    bias2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    alpha: float,
+    limit: float,
+) -> torch.Tensor:
+    """`moe_experts` with biases [experts, 2 * inter] and [experts, hidden], and (up + 1) * gate *
+    sigmoid(alpha * gate) between the products, both cut off at `limit`, gate only above.
+
+    Raises:
+        ValueError, IndexError: as `moe_experts`.
+    """
+    return _sum_experts(x, w13, w2, (bias13, bias2), weights, ids, alpha, limit)
+
+
+def _sum_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    biases: tuple[torch.Tensor, torch.Tensor] | None,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    alpha: float,
+    limit: float,
+) -> torch.Tensor:
     rows, hidden = x.shape
     experts, inter = w13.shape[0], w2.shape[-1]
     top_k = ids.shape[-1]
@@ -87,13 +120,25 @@ def moe_experts(
         or not all(t.is_contiguous() for t in (w13, w2))
     ):
         raise mismatch("moe_experts", x=x, w13=w13, w2=w2, weights=weights, ids=ids)
+    biases_at = 0, 0
+    if biases is not None:
+        bias13, bias2 = biases
+        if (
+            bias13.shape != (experts, 2 * inter)
+            or bias2.shape != (experts, hidden)
+            or not bias13.dtype is bias2.dtype is dtype
+            or not (bias13.is_contiguous() and bias2.is_contiguous())
+        ):
+            raise mismatch("clamped_experts", x=x, bias13=bias13, bias2=bias2)
+        biases_at = bias13.data_ptr(), bias2.data_ptr()
     weights, ids = weights.contiguous(), ids.contiguous()
     x, stride = rows_apart(x)
     out = x.new_empty(rows, hidden)
     matrices = x.data_ptr(), w13.data_ptr(), w2.data_ptr()
     choices = weights.data_ptr(), ids.data_ptr()
     sizes = rows, hidden, inter, experts, top_k, stride, ids.itemsize, num_threads()
-    wrong = _experts(dtype, *matrices, *choices, out.data_ptr(), *sizes)
+    pointers = *matrices, *choices, out.data_ptr(), *biases_at
+    wrong = _experts(dtype, *pointers, *sizes, alpha, limit)
     if wrong:
         raise IndexError(f"token {wrong - 1} has experts {ids[wrong - 1].tolist()}")
     return out

@@ -12,7 +12,7 @@ from atom.model_ops.kernels.native.bindings import (
     num_threads,
     rows_apart,
 )
-from atom.model_ops.kernels.native.moe import moe_experts
+from atom.model_ops.kernels.native.moe import clamped_experts, moe_experts
 from atom.model_ops.kernels.native.quant_pack import PackedWeights
 from atom.model_ops.kernels.torch.quant import DenseWeights
 from atom.model_ops.quant.weights import QuantWeights
@@ -108,3 +108,19 @@ def dense_experts(
 ) -> torch.Tensor:
     """`quant_experts` of dequantised weights."""
     return moe_experts(x, w13.weight, w2.weight, weights, ids, elsewhere)
+
+
+def dense_clamped_experts(
+    x: torch.Tensor,
+    w13: DenseWeights,
+    w2: DenseWeights,
+    bias13: torch.Tensor,
+    bias2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    alpha: float,
+    limit: float,
+) -> torch.Tensor:
+    """`clamped_experts` of dequantised weights."""
+    given = bias13, bias2, weights, ids, alpha, limit
+    return clamped_experts(x, w13.weight, w2.weight, *given)

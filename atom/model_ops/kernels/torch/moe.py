@@ -13,6 +13,7 @@ from atom.model_ops.kernels.torch.linear import linear
 from atom.model_ops.routing import Routing
 
 _Activate = Callable[[torch.Tensor], torch.Tensor]
+_Biases = tuple[torch.Tensor, torch.Tensor] | None
 
 
 def moe_route(
@@ -71,6 +72,37 @@ def moe_experts(
     return sum_experts(x, w13, w2, weights, ids, silu_and_mul)
 
 
+def clamped_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    bias13: torch.Tensor,
+    bias2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    alpha: float,
+    limit: float,
+) -> torch.Tensor:
+    """`moe_experts` with biases [experts, 2 * inter] and [experts, hidden], and (up + 1) * gate *
+    sigmoid(alpha * gate) between the products, both cut off at `limit`, gate only above.
+
+    Source: gpt-oss.
+    """
+    activate = clamped_gate(alpha, limit)
+    return sum_experts(x, w13, w2, weights, ids, activate, (bias13, bias2))
+
+
+def clamped_gate(alpha: float, limit: float) -> _Activate:
+    """What `clamped_experts` have between their products."""
+
+    def activate(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+    return activate
+
+
 def sum_experts(
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -78,16 +110,21 @@ def sum_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     activate: _Activate,
+    biases: _Biases = None,
 ) -> torch.Tensor:
-    """`moe_experts` with another function [..., 2 * inter] -> [..., inter] between the products."""
+    """`moe_experts` with another function [..., 2 * inter] -> [..., inter] between the products.
+
+    Args:
+        biases: [experts, 2 * inter] and [experts, hidden].
+    """
     ids = ids.long()
     if x.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
-        return sum_experts_on_device(x, w13, w2, weights, ids, activate)
+        return sum_experts_on_device(x, w13, w2, weights, ids, activate, biases)
     num_experts = w13.shape[0]
     if x.shape[0] == 1:
         none = torch.zeros_like(x)
         parts = [
-            _expert(x, w13[e], w2[e], activate) if e < num_experts else none
+            _expert(x, w13[e], w2[e], activate, _of(biases, e)) if e < num_experts else none
             for e in ids[0].tolist()
         ]
         return _weighted_sum(torch.stack(parts, dim=1), weights).to(x.dtype)
@@ -102,7 +139,9 @@ def sum_experts(
     for expert, (count, end) in enumerate(zip(counts, ends, strict=True)):
         if count:
             rows = slice(end - count, end)
-            results[rows] = _expert(sorted_x[rows], w13[expert], w2[expert], activate)
+            matrices = w13[expert], w2[expert]
+            own = _of(biases, expert)
+            results[rows] = _expert(sorted_x[rows], *matrices, activate, own)
     # Back to token order, so that a token's sum does not depend on its batch.
     in_order = torch.empty_like(results)
     in_order[order] = results
@@ -116,6 +155,7 @@ def sum_experts_on_device(
     weights: torch.Tensor,
     ids: torch.Tensor,
     activate: _Activate,
+    biases: _Biases = None,
 ) -> torch.Tensor:
     """The same sum without a host sync, for graphs.
 
@@ -128,26 +168,46 @@ def sum_experts_on_device(
     # A copy reads, writes and reads again what computing all experts reads once.
     if 3 * ids.numel() <= w13.shape[0]:
         visits = x.repeat_interleave(top_k, dim=0)[:, None]
-        chosen = _all_experts(visits, w13[ids.flatten()], w2[ids.flatten()], activate)
+        which = ids.flatten()
+        own = _of(biases, which)
+        chosen = _all_experts(visits, w13[which], w2[which], activate, own)
         chosen = chosen.view(num_tokens, top_k, -1)
     else:
-        every = _all_experts(x.expand(w13.shape[0], *x.shape), w13, w2, activate).transpose(0, 1)
+        each = x.expand(w13.shape[0], *x.shape)
+        every = _all_experts(each, w13, w2, activate, biases).transpose(0, 1)
         chosen = every.gather(1, ids[:, :, None].expand(-1, -1, every.shape[-1]))
     chosen = chosen.masked_fill(is_elsewhere[:, :, None], 0.0)
     return _weighted_sum(chosen, weights).to(x.dtype)
 
 
 def _all_experts(
-    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, activate: _Activate
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    activate: _Activate,
+    biases: _Biases,
 ) -> torch.Tensor:
     """x [experts, rows, hidden] -> the same shape, each expert on its own rows."""
-    return torch.bmm(activate(torch.bmm(x, w13.transpose(1, 2))), w2.transpose(1, 2))
+    gate_up = torch.bmm(x, w13.transpose(1, 2))
+    if biases is None:
+        return torch.bmm(activate(gate_up), w2.transpose(1, 2))
+    bias13, bias2 = (bias[:, None] for bias in biases)
+    return torch.bmm(activate(gate_up + bias13), w2.transpose(1, 2)) + bias2
 
 
 def _expert(
-    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, activate: _Activate
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    activate: _Activate,
+    biases: _Biases,
 ) -> torch.Tensor:
-    return linear(activate(linear(x, w13, None)), w2, None)
+    bias13, bias2 = (None, None) if biases is None else biases
+    return linear(activate(linear(x, w13, bias13)), w2, bias2)
+
+
+def _of(biases: _Biases, experts: int | torch.Tensor) -> _Biases:
+    return None if biases is None else (biases[0][experts], biases[1][experts])
 
 
 def _weighted_sum(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from atom.model_ops.kernels.torch.elementwise import silu_and_mul
 from atom.model_ops.kernels.torch.linear import linear, logits
-from atom.model_ops.kernels.torch.moe import sum_experts
+from atom.model_ops.kernels.torch.moe import clamped_gate, sum_experts
 from atom.model_ops.kernels.torch.quantise import requantise
 from atom.model_ops.quant.weights import Activations, QuantWeights, dequantise
 
@@ -99,3 +99,24 @@ def quant_experts(
         return w2.round_inputs(silu_and_mul(gate_up))
 
     return sum_experts(w13.round_inputs(x), w13.weight, w2.weight, weights, ids, between)
+
+
+def quant_clamped_experts(
+    x: torch.Tensor,
+    w13: DenseWeights,
+    w2: DenseWeights,
+    bias13: torch.Tensor,
+    bias2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    alpha: float,
+    limit: float,
+) -> torch.Tensor:
+    """`clamped_experts` of dequantised weights."""
+    gate = clamped_gate(alpha, limit)
+
+    def between(gate_up: torch.Tensor) -> torch.Tensor:
+        return w2.round_inputs(gate(gate_up))
+
+    biases = bias13, bias2
+    return sum_experts(w13.round_inputs(x), w13.weight, w2.weight, weights, ids, between, biases)

@@ -17,8 +17,20 @@ struct ExpertsArgs {
   const float* weights;  // [rows, top_k]
   const void* ids;       // [rows, top_k] int32 or int64; beyond the experts: adds nothing
   void* out;             // [rows, hidden]
+  const void* bias13;    // [experts, 2 * inter] of experts with biases and a clamped gate, else null
+  const void* bias2;     // [experts, hidden]
   int64_t rows, hidden, inter, experts, top_k, x_stride, id_bytes, threads;
+  double alpha, limit;   // of the clamped gate
+
+  bool is_clamped() const { return bias13 != nullptr; }
 };
+
+// (up + 1) * gate * sigmoid(alpha * gate), both cut off at the limit, gate only above.
+ATOM_INLINE vfloat clamped_gate(vfloat gate, vfloat up, float alpha, float limit) {
+  const vfloat g = min(splat(limit), gate);
+  const vfloat u = min(splat(limit), max(splat(-limit), up));
+  return (u + 1.0f) * g / (exp(g * -alpha) + 1.0f);
+}
 
 // Tokens whose activations are kept at a time.
 constexpr int64_t kMostRows = 1024;
@@ -117,7 +129,7 @@ void Experts<T, Product>::pack_inputs(const Work& work, const Visited& e) const 
   into(e).pack(rows, a.hidden, 0, e.count, work.x + e.x);
 }
 
-// h = silu(gate) * up of one expert's visits, a panel of features.
+// h = silu(gate) * up, or the clamped gate, of one expert's visits, a panel of features.
 template <class T, class Product>
 void Experts<T, Product>::activate(const Work& work, const Visited& e, int64_t panel) const {
   const Product product = into(e);
@@ -131,6 +143,15 @@ void Experts<T, Product>::activate(const Work& work, const Visited& e, int64_t p
     product.multiply(work.x + e.x, first, count, up, outs, ups);
     for (int64_t i = 0; i < count; ++i) {
       T* h = work.plain_h + (e.first + first + i) * a.inter + panel;
+      if (a.is_clamped()) {
+        const T* bias = static_cast<const T*>(a.bias13) + e.expert * 2 * a.inter + panel;
+        for (int64_t j = 0; j < outs; j += kLanes) {
+          const vfloat g = load(gates + i * kPanel + j) + load_some(bias + j, outs - j);
+          const vfloat u = load(ups + i * kPanel + j) + load_some(bias + a.inter + j, outs - j);
+          store_some(h + j, clamped_gate(g, u, float(a.alpha), float(a.limit)), outs - j);
+        }
+        continue;
+      }
       for (int64_t j = 0; j < outs; j += kLanes) {
         const vfloat g = load(gates + i * kPanel + j);
         store_some(h + j, g / (exp(-g) + 1.0f) * load(ups + i * kPanel + j), outs - j);
@@ -157,6 +178,14 @@ void Experts<T, Product>::sum(const Work& work, int64_t begin, int64_t end, int6
                for (int64_t i = 0; i < count; ++i) {
                  const Visit& visit = work.visits.list[e.first + m + i];
                  float* to = totals + (visit.row - begin) * width + n - first;
+                 if (a.is_clamped()) {
+                   const T* bias = static_cast<const T*>(a.bias2) + e.expert * a.hidden + n;
+                   for (int64_t j = 0; j < outs; j += kLanes) {
+                     const vfloat y = load(sums + i * kPanel + j) + load_some(bias + j, outs - j);
+                     store(to + j, fma(y, splat(visit.weight), load(to + j)));
+                   }
+                   continue;
+                 }
                  for (int64_t j = 0; j < outs; j += kLanes) {
                    store(to + j, fma(load(sums + i * kPanel + j), splat(visit.weight),
                                      load(to + j)));
