@@ -88,17 +88,14 @@ class StackedMatrix(nn.Module):
             raise ValueError(f"it consists of {', '.join(self.storage.stored)}, not {name}")
 
     def _load_stacked(self, name: str, tensor: torch.Tensor) -> None:
-        """Load the rows of each matrix of one tensor of all."""
-        total = sum(part.rows.total for part in self.parts.values())
-        if not tensor.dim() or len(tensor) != total:
-            raise ValueError(
-                f"the checkpoint holds shape {list(tensor.shape)}, the model wants {total} rows: "
-                f"those of {', '.join(str(part) for part in self.parts)}"
-            )
-        start = 0
-        for shard, part in self.parts.items():
-            self.load_weight(name, tensor[start : start + part.rows.total], shard)
-            start += part.rows.total
+        """Load each matrix' part of one tensor of all."""
+        try:
+            matrices = self.storage.unstacked(name, tensor)
+        except ValueError as error:
+            held = ", ".join(str(part) for part in self.parts)
+            raise ValueError(f"{error}: those of {held}") from None
+        for shard, matrix in zip(self.parts, matrices, strict=True):
+            self.load_weight(name, matrix, shard)
 
     def _load_bias(self, bias: torch.Tensor, tensor: torch.Tensor, part: Part) -> None:
         rows = part.rows

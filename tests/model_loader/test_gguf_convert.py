@@ -223,6 +223,7 @@ def test_large_checkpoints_are_sharded(
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
         ({"llama.rope.dimension_count": 8}, "8 rotated"),
         ({"split.count": 3}, "one of 3 files, which should be called NAME-00001-of-00003.gguf"),
+        ({"llama.pooling_type": 3}, "embeds or scores texts \\(pooling_type=3\\) is not read"),
         ({"general.architecture": "bloom"}, "'bloom' is not supported; supported are llama, qwen2"),
     ],
 )

@@ -55,7 +55,12 @@ _LATENT_KEYS = {
 }
 _GATING = "expert_gating_func"
 # Keys that are accepted only with the value 0.
-_ZERO_KEYS = {"expert_count", "expert_used_count", "attention.sliding_window"}
+_ZERO_KEYS = {"pooling_type", "expert_count", "expert_used_count", "attention.sliding_window"}
+# Architectures that generate nothing.
+_ENCODERS = (
+    *("bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3"),
+    *("modern-bert", "eurobert", "gemma-embedding", "t5encoder"),
+)
 
 # Constants of Llama 3.1 and later; the file has only the factor.
 _LLAMA3_SCALING = {
@@ -72,6 +77,13 @@ def check_architecture(file: GGUFFile) -> None:
         ConfigError: for the architecture, or unknown keys.
     """
     architecture = file.architecture
+    pooling = f"{architecture}.pooling_type"
+    if architecture in _ENCODERS or file.metadata.get(pooling, int, 0):
+        raise ConfigError(
+            f"{file.path}: a GGUF file of {architecture} that embeds or scores texts "
+            f"(pooling_type={file.metadata.get(pooling, int, 0)}) is not read; such models are "
+            f"read from safetensors with a modules.json"
+        )
     if architecture not in ARCHITECTURES:
         raise ConfigError(
             f"{file.path}: GGUF architecture {architecture!r} is not supported; supported are "

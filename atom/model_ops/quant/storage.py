@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -193,6 +194,38 @@ class MatrixStorage:
                 self._fitting.add(kind)
         else:
             self._load_all(name, tensor, part, expert)
+
+    def unstacked(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What each matrix has of a tensor of all of them, one above the other.
+
+        Raises:
+            ValueError: when it has another number of rows, or its blocks or words are cut.
+        """
+        known = self.stored if self._method is None else self._method.stored
+        stored = known.get(name, StoredTensor((OUT,), self._dtype))
+        totals = [part.rows.total for part in self._parts]
+        if stored.holds == "shape":
+            columns = self._parts[0].columns.total
+            if not tensor.is_meta and tensor.tolist() != [sum(totals), columns]:
+                wanted = [sum(totals), columns]
+                raise ValueError(
+                    f"the checkpoint says shape {tensor.tolist()}, the model wants {wanted}"
+                )
+            return [torch.tensor([rows, columns], device=tensor.device) for rows in totals]
+        dim = next((i for i, axis in enumerate(stored.axes) if axis.of == "out"), None)
+        if dim is None:
+            return [tensor] * len(totals)
+        per = stored.axes[dim].per
+        ends = list(itertools.accumulate(totals))
+        if any(end % per for end in ends[:-1]):
+            raise ValueError(f"its blocks of {per} rows lie in two of the matrices that it holds")
+        sizes = [math.ceil(rows / per) for rows in totals]
+        if tensor.dim() <= dim or tensor.shape[dim] != sum(sizes):
+            raise ValueError(
+                f"the checkpoint holds shape {list(tensor.shape)}, the model wants {sum(sizes)} "
+                f"rows in dimension {dim}"
+            )
+        return list(torch.split_with_sizes(tensor, sizes, dim))
 
     def take(self) -> QuantWeights:
         """The converted weights; the parameters are deleted.
