@@ -347,6 +347,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "quant_clamped_experts": (
         invariant(
+            "native.quant_experts:quant_clamped_experts",
+            "native.quant_experts:refuses",
+            prepare="native.quant_experts:prepare",
+        ),
+        invariant(
             "native.quant_experts:dense_clamped_experts",
             "native.quant_experts:refuses_dense",
             prepare="torch.quant:prepare_experts",

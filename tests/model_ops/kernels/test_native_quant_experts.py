@@ -151,6 +151,7 @@ def test_clamped_experts_of_mxfp4(dtype: torch.dtype) -> None:
     choice = table.resolve_weights("quant_clamped_experts", dtype, MXFP4, **sizes)
     assert choice.name == "native"
     assert choice.prepare is not None
+    assert not choice.dequantises
     prepared = choice.prepare(w13, w2, dtype)
     gate = 1.702, 2.0
     found = choice.function(x, *prepared, *biases, scores, ids, *gate)

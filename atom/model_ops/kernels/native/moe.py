@@ -120,17 +120,7 @@ def _sum_experts(
         or not all(t.is_contiguous() for t in (w13, w2))
     ):
         raise mismatch("moe_experts", x=x, w13=w13, w2=w2, weights=weights, ids=ids)
-    biases_at = 0, 0
-    if biases is not None:
-        bias13, bias2 = biases
-        if (
-            bias13.shape != (experts, 2 * inter)
-            or bias2.shape != (experts, hidden)
-            or not bias13.dtype is bias2.dtype is dtype
-            or not (bias13.is_contiguous() and bias2.is_contiguous())
-        ):
-            raise mismatch("clamped_experts", x=x, bias13=bias13, bias2=bias2)
-        biases_at = bias13.data_ptr(), bias2.data_ptr()
+    biases_at = bias_addresses(biases, experts, inter, x)
     weights, ids = weights.contiguous(), ids.contiguous()
     x, stride = rows_apart(x)
     out = x.new_empty(rows, hidden)
@@ -142,3 +132,24 @@ def _sum_experts(
     if wrong:
         raise IndexError(f"token {wrong - 1} has experts {ids[wrong - 1].tolist()}")
     return out
+
+
+def bias_addresses(
+    biases: tuple[torch.Tensor, torch.Tensor] | None, experts: int, inter: int, x: torch.Tensor
+) -> tuple[int, int]:
+    """Of the biases of experts that compute x [T, hidden]; 0 without any.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+    """
+    if biases is None:
+        return 0, 0
+    bias13, bias2 = biases
+    if (
+        bias13.shape != (experts, 2 * inter)
+        or bias2.shape != (experts, x.shape[1])
+        or not bias13.dtype is bias2.dtype is x.dtype
+        or not (bias13.is_contiguous() and bias2.is_contiguous())
+    ):
+        raise mismatch("clamped_experts", x=x, bias13=bias13, bias2=bias2)
+    return bias13.data_ptr(), bias2.data_ptr()

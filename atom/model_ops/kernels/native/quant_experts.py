@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from atom.model_ops.kernels.native import quant_pack
@@ -12,13 +14,23 @@ from atom.model_ops.kernels.native.bindings import (
     num_threads,
     rows_apart,
 )
-from atom.model_ops.kernels.native.moe import clamped_experts, moe_experts
+from atom.model_ops.kernels.native.moe import (
+    bias_addresses,
+    clamped_experts,
+    moe_experts,
+)
 from atom.model_ops.kernels.native.quant_pack import PackedWeights
 from atom.model_ops.kernels.torch.quant import DenseWeights
-from atom.model_ops.quant.weights import QuantWeights
+from atom.model_ops.quant.weights import (
+    FP4_VALUES,
+    INT6_ZERO,
+    QuantWeights,
+    WeightFormat,
+    pack_int6,
+)
 from atom.model_ops.registry import OpQuery
 
-_experts = Kernels("quant_experts", "16P32q2d")
+_experts = Kernels("quant_experts", "18P32q4d")
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -26,9 +38,9 @@ def refuses(query: OpQuery) -> str | None:
     inter = query.shape["intermediate_size"]
     if inter % constant("lanes"):
         return f"intermediate_size={inter} is no multiple of {constant('lanes')}"
-    reasons = (
-        quant_pack.refuses_inputs(query.weights, n) for n in (query.shape["hidden_size"], inter)
-    )
+    assert query.weights is not None
+    form = packed_form(query.weights)
+    reasons = (quant_pack.refuses_inputs(form, n) for n in (query.shape["hidden_size"], inter))
     return next((reason for reason in reasons if reason), None)
 
 
@@ -45,7 +57,32 @@ def prepare(
 ) -> tuple[PackedWeights, PackedWeights]:
     """Pack the matrices of all experts for inputs of any dtype; none of their numbers changes."""
     del dtype
-    return quant_pack.prepare(w13, torch.float32), quant_pack.prepare(w2, torch.float32)
+    first, second = (quant_pack.prepare(_as_integers(w), torch.float32) for w in (w13, w2))
+    return first, second
+
+
+def packed_form(form: WeightFormat) -> WeightFormat:
+    """That in which weights are packed: MXFP4's numbers, doubled, are integers of 6 bits."""
+    if (form.codes, form.scale_type, form.rows) != ("fp4", "e8m0", 1):
+        return form
+    return replace(form, codes="int6", scale_type="float")
+
+
+def _as_integers(weights: QuantWeights) -> QuantWeights:
+    form = packed_form(weights.format)
+    if form == weights.format:
+        return weights
+    assert weights.scale is not None
+    experts, out, half = weights.codes.shape
+    codes = weights.codes.new_empty(experts, out, half * 2 * 3 // 4)
+    doubled = torch.tensor([int(2 * value) for value in FP4_VALUES], dtype=torch.uint8)
+    doubled = torch.cat((INT6_ZERO + doubled, INT6_ZERO - doubled))
+    for target, source in zip(codes, weights.codes, strict=True):
+        pairs = torch.stack((source & 15, source >> 4), dim=-1).flatten(-2)
+        target.copy_(pack_int6(doubled[pairs.int()]))
+    # bfloat16 has all powers of two that a byte stands for, and the half of the least.
+    scale = torch.exp2(weights.scale.double() - 128).to(torch.bfloat16)
+    return QuantWeights(form, codes, scale)
 
 
 def quant_experts(
@@ -67,6 +104,38 @@ def quant_experts(
         IndexError: for a negative id.
     """
     del elsewhere  # such an id adds nothing in any case
+    return _sum_experts(x, w13, w2, None, weights, ids, 0.0, 0.0)
+
+
+def quant_clamped_experts(
+    x: torch.Tensor,
+    w13: PackedWeights,
+    w2: PackedWeights,
+    bias13: torch.Tensor,
+    bias2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    alpha: float,
+    limit: float,
+) -> torch.Tensor:
+    """`quant_experts` with the biases and the gate of `clamped_experts`.
+
+    Raises:
+        ValueError, IndexError: as `quant_experts`.
+    """
+    return _sum_experts(x, w13, w2, (bias13, bias2), weights, ids, alpha, limit)
+
+
+def _sum_experts(
+    x: torch.Tensor,
+    w13: PackedWeights,
+    w2: PackedWeights,
+    biases: tuple[torch.Tensor, torch.Tensor] | None,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    alpha: float,
+    limit: float,
+) -> torch.Tensor:
     rows, hidden = x.shape
     experts, inter = w13.codes.shape[0], w2.in_features
     if (
@@ -78,6 +147,7 @@ def quant_experts(
         or ids.dtype not in (torch.int32, torch.int64)
     ):
         raise mismatch("quant_experts", x=x, w13=w13.codes, w2=w2.codes, weights=weights, ids=ids)
+    biases_at = bias_addresses(biases, experts, inter, x)
     weights, ids = weights.contiguous(), ids.contiguous()
     x, stride = rows_apart(x)
     out = x.new_empty(rows, hidden)
@@ -87,11 +157,12 @@ def quant_experts(
         *w13.addresses(),
         *w2.addresses(),
         *(weights.data_ptr(), ids.data_ptr(), out.data_ptr()),
+        *biases_at,
         *(rows, stride, ids.shape[-1], experts, ids.itemsize),
         *w13.sizes,
         *w2.sizes,
         num_threads(),
-        *(w13.fixed_scale, w2.fixed_scale),
+        *(w13.fixed_scale, w2.fixed_scale, alpha, limit),
     )
     if wrong:
         raise IndexError(f"token {wrong - 1} has experts {ids[wrong - 1].tolist()}")

@@ -25,13 +25,6 @@ struct ExpertsArgs {
   bool is_clamped() const { return bias13 != nullptr; }
 };
 
-// (up + 1) * gate * sigmoid(alpha * gate), both cut off at the limit, gate only above.
-ATOM_INLINE vfloat clamped_gate(vfloat gate, vfloat up, float alpha, float limit) {
-  const vfloat g = min(splat(limit), gate);
-  const vfloat u = min(splat(limit), max(splat(-limit), up));
-  return (u + 1.0f) * g / (exp(g * -alpha) + 1.0f);
-}
-
 // Tokens whose activations are kept at a time.
 constexpr int64_t kMostRows = 1024;
 // Multiplications below which one thread is done before others have woken up.

@@ -14,10 +14,15 @@ struct QuantExpertsArgs {
   const float* weights;
   const void* ids;     // as in Choices
   void* out;           // [rows, hidden]
+  const void* bias13;  // [experts, 2 * inter] of experts with biases and a clamped gate, else null
+  const void* bias2;   // [experts, hidden]
   int64_t rows, x_stride, top_k, experts, id_bytes;
   PackedSizes sizes13, sizes2;
   int64_t threads;
   double fixed_scale13, fixed_scale2;
+  double alpha, limit;  // of the clamped gate
+
+  bool is_clamped() const { return bias13 != nullptr; }
 };
 
 // Tokens whose activations are kept at a time.
@@ -174,7 +179,7 @@ void QuantExperts<T>::run_rows(int64_t begin, int64_t end, int64_t threads) cons
   });
 }
 
-// h = silu(gate) * up of one expert's visits, panels [first, last) of features.
+// h = silu(gate) * up, or the clamped gate, of one expert's visits, panels [first, last) of features.
 template <class T>
 void QuantExperts<T>::activate(const Work& work, const Visited& e, int64_t first,
                                int64_t last) const {
@@ -195,7 +200,15 @@ void QuantExperts<T>::activate(const Work& work, const Visited& e, int64_t first
       T* const h = work.plain_h + (e.first + m) * inter_;
       for (int64_t i = 0; i < count && panel + i < up + last; ++i) {
         const vfloat g = load(gates + m * width + (panel - up - first + i) * kLanes);
-        store(h + (panel - up + i) * kLanes, g / (exp(-g) + 1.0f) * load(sums + (m * count + i) * kLanes));
+        const vfloat u = load(sums + (m * count + i) * kLanes);
+        const int64_t at = (panel - up + i) * kLanes;
+        if (a.is_clamped()) {
+          const T* bias = static_cast<const T*>(a.bias13) + e.expert * 2 * inter_ + at;
+          store(h + at, clamped_gate(g + load(bias), u + load(bias + inter_), float(a.alpha),
+                                     float(a.limit)));
+        } else {
+          store(h + at, g / (exp(-g) + 1.0f) * u);
+        }
       }
     }
   });
@@ -217,7 +230,12 @@ void QuantExperts<T>::sum(const Work& work, int64_t begin, int64_t end, int64_t 
         const Visit& visit = work.visits.list[e.first + m];
         float* to = totals + (visit.row - begin) * width + (panel - first) * kLanes;
         for (int64_t i = 0; i < count && panel + i < last; ++i, to += kLanes) {
-          store(to, fma(load(sums + (m * count + i) * kLanes), splat(visit.weight), load(to)));
+          vfloat y = load(sums + (m * count + i) * kLanes);
+          if (a.is_clamped()) {
+            const int64_t at = (panel + i) * kLanes;
+            y += load_some(static_cast<const T*>(a.bias2) + e.expert * hidden_ + at, hidden_ - at);
+          }
+          store(to, fma(y, splat(visit.weight), load(to)));
         }
       }
     });
