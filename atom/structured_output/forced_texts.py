@@ -1,7 +1,7 @@
-"""How long a text may be that a grammar lets follow as the only one.
+"""How long the texts of a grammar are: the shortest, and one that must follow as the only one.
 
-It begins every text that may follow, so it is no longer than the shortest of them. Where a rule has
-no finite text, or only huge ones, it may have no end, and xgrammar would look for it.
+A forced text begins every text that may follow, so it is no longer than the shortest of them. Where
+a rule has no finite text, or only huge ones, it may have no end, and xgrammar would look for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _SYMBOL = re.compile(
     """,
     re.VERBOSE,
 )
+_FUNCTION = re.compile(r"[\w.-]+\(")
 _CHARACTER_BYTES = 4
+_ROOT = "root"
 
 
 @dataclass
@@ -52,22 +54,43 @@ class _Choice:
         return self.length + sum(parts)
 
 
-def longest_forced_text(grammar: str) -> float:
-    """A bound in bytes of what the begun text of one rule lets follow as the only way to its end.
+@dataclass(frozen=True)
+class TextLengths:
+    """Upper bounds in bytes: a character of a set counts 4, an escape as it is written.
 
-    Args:
-        grammar: as printed by xgrammar.
+    Attributes:
+        forced: of what the begun text of one rule lets follow as the only way to its end. Infinite
+            if a rule has an alternative without any finite text.
+        shortest: of the shortest text of the whole, and of each part that a tag begins. Infinite if
+            one has no finite text.
+    """
 
-    Returns:
-        Infinite if a rule has an alternative without any finite text.
+    forced: float
+    shortest: float
+
+
+def text_lengths(grammar: str) -> TextLengths:
+    """Args:
+    grammar: as printed by xgrammar.
     """
     found = list(_RULE.finditer(grammar))
     ends = [match.start() for match in found[1:]] + [len(grammar)]
-    choices: list[_Choice] = []
-    for match, end in zip(found, ends, strict=True):
-        choices += _choices(match[1], grammar[match.end() : end])
+    bodies = {m[1]: grammar[m.end() : end] for m, end in zip(found, ends, strict=True)}
+    choices = [choice for rule, body in bodies.items() for choice in _choices(rule, body)]
     shortest = _solve(choices)
-    return max((choice.total(shortest) for choice in choices), default=math.inf)
+    whole = [name for body in bodies.values() for name in _begun_by_tags(body)]
+    return TextLengths(
+        forced=max((choice.total(shortest) for choice in choices), default=math.inf),
+        shortest=max(
+            shortest.get(name, math.inf) for name in [_ROOT, *whole] if name in (*bodies, _ROOT)
+        ),
+    )
+
+
+def _begun_by_tags(body: str) -> Iterator[str]:
+    """The rules that a function's tags begin: each is a text of its own within free text."""
+    if _FUNCTION.match(body):
+        yield from (symbol["name"] for symbol in _SYMBOL.finditer(body) if symbol["name"])
 
 
 def _choices(rule: str, body: str) -> Iterator[_Choice]:

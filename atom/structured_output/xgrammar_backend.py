@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from atom.structured_output.base import Grammar, GrammarError, TokenMask
-from atom.structured_output.forced_texts import longest_forced_text
+from atom.structured_output.forced_texts import text_lengths
 from atom.structured_output.params import StructuredOutput
 from atom.structured_output.schema.patterns import text_rule
 from atom.structured_output.schema_grammar import schema_format
@@ -32,6 +33,9 @@ MAX_MARKED_CACHES = 4
 
 # What must follow is found by a call that nothing stops, in 0.3 us a byte.
 MAX_FORCED_BYTES = 1 << 16
+
+# No context has room for as long an answer: 2^24 characters, at 4 bytes each.
+_MAX_SHORTEST_BYTES = 4 << 24
 
 # What holds ids of tokens in a format.
 _TOKENS = frozenset({"token", "tokens", "exclude_tokens", "trigger_tokens"})
@@ -72,7 +76,9 @@ class XGrammarBackend:
         try:
             tag = json.dumps({"type": "structural_tag", "format": _with_own_grammars(format)})
             compiled = self._compiler_of(format).compile_structural_tag(tag)
-            is_short = longest_forced_text(str(compiled.grammar)) <= MAX_FORCED_BYTES
+            lengths = text_lengths(str(compiled.grammar))
+            _check_shortest(wanted.kind, lengths.shortest)
+            is_short = lengths.forced <= MAX_FORCED_BYTES
             grammar = XGrammar(compiled, self._spelling if is_short else None)
             grammar.create_matcher().fill(first, 0)
         except RuntimeError as error:
@@ -137,6 +143,22 @@ class XGrammarMatcher:
         except UnicodeDecodeError as error:  # it begins or ends within a character
             return bytes(error.object)
         return text.encode()
+
+
+def _check_shortest(kind: str, num_bytes: float) -> None:
+    """Refuse what could only end at a limit of tokens, after any number of them.
+
+    Raises:
+        GrammarError: saying why.
+    """
+    if math.isinf(num_bytes):
+        raise GrammarError(
+            f"no finite text fulfils the {kind}: a rule or schema in it always needs itself again"
+        )
+    if num_bytes > _MAX_SHORTEST_BYTES:
+        raise GrammarError(
+            f"every text that fulfils the {kind} has millions of characters; lower its counts"
+        )
 
 
 def _has_tokens(format: Any) -> bool:

@@ -12,7 +12,9 @@ from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
 from atom.entrypoints.llm import GenerationError
 from atom.messages import RequestRefusedError
 
-DEAD_END = StructuredOutput.ebnf('root ::= "ab" end\nend ::= end "d"')
+# Its one finite text is forbidden.
+DEAD_END = StructuredOutput.ebnf('root ::= "ab" end | "~"\nend ::= end "d"')
+DEAD: dict[str, Any] = {"structured_output": DEAD_END, "bad_words": ["~"], "ignore_eos": False}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_a_refused_request_costs_the_others_nothing(llm: LLM) -> None:
     expected = [whole(llm, prompt) for prompt in PROMPTS[:3]]
     stream = llm.stream(PROMPTS[2], params("warm"))
     outputs = [next(stream)]
-    sampling = [params("warm", ignore_eos=False, structured_output=DEAD_END), params("warm")]
+    sampling = [params("warm", **DEAD), params("warm")]
     with pytest.raises(GenerationError, match="1 of 2 prompts failed; prompt 0: the gramm") as e:
         llm.generate(PROMPTS[:2], sampling, use_tqdm=False)
     assert isinstance(e.value.__cause__, RequestRefusedError)
@@ -90,7 +92,7 @@ def test_a_refused_request_costs_the_others_nothing(llm: LLM) -> None:
 
 
 def test_a_refused_stream_ends_with_its_own_error(llm: LLM) -> None:
-    bad = llm.stream(PROMPTS[0], params("warm", ignore_eos=False, structured_output=DEAD_END))
+    bad = llm.stream(PROMPTS[0], params("warm", **DEAD))
     first = next(bad)
     # The error comes while another steps, and behind what was computed before it.
     expected = whole(llm, PROMPTS[1])

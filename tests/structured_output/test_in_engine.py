@@ -55,7 +55,8 @@ PROMPTS = engines.PROMPTS[:10]
 MAX_TOKENS = 40
 # Drafts that are all made in one pass.
 ONE_PASS = ["peagle", *engines.BLOCK_DRAFTS]
-DEAD_END = StructuredOutput.ebnf('root ::= "abc" end\nend ::= end "d"')
+# Finite only with a text that its request forbids.
+DEAD_END = StructuredOutput.ebnf('root ::= "abc" end | "~"\nend ::= end "d"')
 
 
 def params(number: int, **overrides: Any) -> SamplingParams:
@@ -332,8 +333,9 @@ def test_wrong_grammars_are_refused_at_once(engine: LLM, wanted: StructuredOutpu
 @pytest.mark.parametrize("k", [0, 3])
 def test_dead_ends_end_their_request_alone(targets: Targets, k: int) -> None:
     speculation = {"method": "suffix", "num_speculative_tokens": k} if k else {}
-    core = create_engine(targets.folder("llama"), **speculation).engine.core
-    add(core, "dead", DEAD_END)
+    llm = create_engine(targets.folder("llama"), **speculation)
+    core, forbidden = llm.engine.core, llm.engine.tokenizer.convert_tokens_to_ids("~")
+    add(core, "dead", DEAD_END, bad_word_ids=[[forbidden]])
     add(core, "good", DOCUMENT)
     add(core, "free", None)
     ends, refused = run(core)
@@ -343,8 +345,8 @@ def test_dead_ends_end_their_request_alone(targets: Targets, k: int) -> None:
     assert core.block_pool.num_used == 0
 
 
-def add(core: EngineCore, name: str, wanted: StructuredOutput | None) -> None:
-    sampling = SamplingParams(max_tokens=16, seed=1, structured_output=wanted)
+def add(core: EngineCore, name: str, wanted: StructuredOutput | None, **more: Any) -> None:
+    sampling = SamplingParams(max_tokens=16, seed=1, structured_output=wanted, **more)
     core.add_request(EngineRequest(id=name, prompt_token_ids=PROMPTS[0], params=sampling, seed=1))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
-from urllib.parse import unquote
 
 from atom.structured_output.schema.disjoint import are_disjoint
 from atom.structured_output.schema.keywords import (
@@ -21,6 +20,7 @@ from atom.structured_output.schema.keywords import (
     values_of,
     without_unknown,
 )
+from atom.structured_output.schema.pointer import resolve_pointer
 
 # Deeper schemas take more than a second to compile.
 MAX_DEPTH = 64
@@ -209,16 +209,7 @@ class _Lowering:
 
     def _resolve(self, reference: str) -> Any:
         """The part of the schema that a reference names; None if there is none."""
-        target = self._root
-        for name in reference[2:].split("/") if reference != "#" else ():
-            name = unquote(name).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and name.isdigit() and int(name) < len(target):
-                target = target[int(name)]
-            elif isinstance(target, Mapping) and name in target:
-                target = target[name]
-            else:
-                return None
-        return target
+        return resolve_pointer(self._root, reference)
 
     def _target(self, part: Any) -> Any:
         """The schema, behind a reference."""

@@ -46,6 +46,8 @@ _FORMAT_PATTERNS = {
 }
 # The library's numbers are of 64 bits.
 _LARGEST = (1 << 63) - 1
+# Characters, items or properties that there must be: no context has room for more.
+MAX_AT_LEAST = 1 << 24
 _MAX_VALUES = 1024
 # The grammar of the multiples of a number has as many rules.
 _MAX_MULTIPLE = 256
@@ -153,6 +155,8 @@ def lowered_array_bounds(own: dict[str, Any]) -> dict[str, Any]:
 def bounds_of(own: dict[str, Any], lowest: str, highest: str) -> tuple[int, int | None]:
     """Raises: Refused."""
     low = _count(own, lowest) or 0
+    if low > MAX_AT_LEAST:
+        raise Refused(f"{lowest!r} is {low}, at most {MAX_AT_LEAST} is supported", lowest)
     high = _count(own, highest)
     if high is not None and high < low:
         raise Refused(f"{lowest!r} is larger than {highest!r}", lowest, highest)

@@ -155,8 +155,14 @@ def test_constraints_that_ask_for_nothing(server: ServerProcess) -> None:
     ("fields", "param", "reason"),
     [
         ({"guided_regex": "(a"}, "guided_regex", "parenthesis is not closed"),
-        ({"guided_grammar": 'root ::= root "a"'}, "guided_grammar", "no text fulfils"),
-        ({"guided_grammar": 'root ::= "a" b\nb ::= b "c"'}, "guided_grammar", "allows no token"),
+        ({"guided_grammar": 'root ::= root "a"'}, "guided_grammar", "no finite text fulfils"),
+        ({"guided_grammar": 'root ::= "a" b\nb ::= b "c"'}, "guided_grammar", "no finite text"),
+        (
+            # It has a text, which the request forbids.
+            {"guided_grammar": 'root ::= "a" b | "~"\nb ::= b "c"', "bad_words": ["~"]},
+            "guided_grammar",
+            "allows no token",
+        ),
         ({"guided_json": "{"}, "guided_json", "not JSON"),
         ({"guided_json": {"not": {}}}, "guided_json", "'not' is not supported"),
         ({"guided_json": {"type": "nothing"}}, "guided_json", "got 'nothing'"),

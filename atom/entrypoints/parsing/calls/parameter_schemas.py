@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from atom.structured_output.schema.json_schema import KEYWORDS_OF_TYPES
+from atom.structured_output.schema.pointer import resolve_pointer
 
 _ALL = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _NONE: frozenset[str] = frozenset()
@@ -124,16 +124,7 @@ class ParameterSchemas:
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
-        target: Any = self._root
-        for step in reference[1:].split("/")[1:]:
-            step = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
-                target = target[int(step)]
-            elif isinstance(target, Mapping) and step in target:
-                target = target[step]
-            else:
-                return None
-        return target
+        return resolve_pointer(self._root, reference)
 
 
 def type_of(value: Any) -> str | None:
