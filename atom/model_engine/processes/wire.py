@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from atom.config import EngineConfig
 from atom.messages import EngineLimits, EngineRequest, EngineStats, StepReport
 from atom.sampling_params import SamplingParams
+
+
+class WireError(ValueError):
+    """A message that no process of this version sends."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -66,8 +71,17 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True):
         return cls([*prompts.values()], [*params.values()], sequences)
 
     def requests(self) -> Iterator[EngineRequest]:
-        """The requests, again with shared prompt and params objects."""
+        """The requests, again with shared prompt and params objects.
+
+        Raises:
+            WireError: when a place in the lists is none.
+        """
         for sequence in self.sequences:
+            places = (sequence.prompt, self.prompts), (sequence.params, self.params)
+            if not all(0 <= place < len(shared) for place, shared in places):
+                raise WireError(
+                    f"request {sequence.id!r} names a prompt or params not sent with it"
+                )
             yield EngineRequest(
                 id=sequence.id,
                 prompt_token_ids=self.prompts[sequence.prompt],
@@ -147,6 +161,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 ToEngine = Start | AddRequests | Abort | Shutdown
 FromEngine = Ready | StartupFailed | Step | RequestRefused | Heartbeat | EngineFailed
 
+_T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
@@ -157,11 +172,24 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    return _to_engine.decode(data)
+    """Raises:
+    WireError: for what is no such message.
+    """
+    return _decoded(_to_engine, data)
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    return _from_engine.decode(data)
+    """Raises:
+    WireError: for what is no such message.
+    """
+    return _decoded(_from_engine, data)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
+    try:
+        return decoder.decode(data)
+    except (ValueError, RecursionError) as error:  # texts that are no UTF-8 among them
+        raise WireError(f"a message of {len(data)} bytes between processes: {error}") from error
 
 
 def requests_address(socket_dir: Path) -> str:
