@@ -146,11 +146,14 @@ class StepReport(msgspec.Struct, kw_only=True):
 
     Attributes:
         stats: after the step, for those who cannot ask the engine: in another process.
+        num_tokens, seconds: that it computed and took, for the same.
     """
 
     outputs: list[SequenceOutput]
     stats: EngineStats | None = None
     refused: list[RefusedSequence] = []
+    num_tokens: int = 0
+    seconds: float = 0.0
 
     def check(self) -> None:
         """Raise if any sequence was refused.

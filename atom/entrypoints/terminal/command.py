@@ -61,6 +61,9 @@ PROGRAMS = {
         distribution="atom-train, which a clone of the repository has: pip install ./training",
     ),
     "ops": Program("which kernel runs each operation here", "atom.entrypoints.terminal.ops:main"),
+    "flight": Program(
+        "the last steps of an engine that died", "atom.entrypoints.terminal.flight:main"
+    ),
     "completion": Program(
         "completion of these words, for a shell", "atom.entrypoints.terminal.completion:main"
     ),

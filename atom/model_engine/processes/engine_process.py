@@ -133,8 +133,10 @@ class EngineLoop:
             if not self._handle(core, message):
                 return False
         if core.has_work:
+            begin = time.monotonic()
             with heart.step():
                 report = core.step()
+            report.seconds, report.num_tokens = time.monotonic() - begin, core.num_step_tokens
             report.stats = core.stats
             self._send(wire.Step(report))
         elif core.max_idle_ms is not None:

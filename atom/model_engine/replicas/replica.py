@@ -9,6 +9,7 @@ from typing import Protocol
 from atom.messages import EngineDeadError, EngineRequest, RequestRefusedError, StepReport
 from atom.model_engine.processes import wire
 from atom.model_engine.processes.engine_client import EngineClient
+from atom.model_engine.replicas.flight_recorder import FlightRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Replica:
         self._num_silent = 0
         self._num_stuck = 0
         self._step: wire.StepProgress | None = None
+        self._flight = FlightRecorder(ready.stats)
         self._reader = asyncio.create_task(self._read())
         self._watcher = asyncio.create_task(self._watch())
 
@@ -161,6 +163,7 @@ class Replica:
                 self._step = None
                 if report.stats is not None:
                     self.stats = report.stats
+                self._flight.note(report)
                 self._listener.on_report(report)
             case wire.Heartbeat(step):
                 self._step = step
@@ -177,4 +180,6 @@ class Replica:
             return
         self.death = reason
         self._watcher.cancel()
+        if (path := self._flight.write(reason, self.pid, self._step)) is not None:
+            logger.error("the engine's last steps are shown by: atom flight %s", path)
         self._listener.on_dead(self, reason)
