@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -31,13 +31,19 @@ class Server:
     """`python -m atom.entrypoints.openai_server FLAGS`, run from the repository's root.
 
     Use as a context manager: leaving it stops the server, whatever happened inside.
+
+    Args:
+        env: the variables of its processes; this one's when None.
     """
 
-    def __init__(self, flags: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, flags: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None
+    ) -> None:
         self._port = free_port()
         address = ["--host", "127.0.0.1", "--port", str(self._port)]
         self.command = [sys.executable, *PROGRAM, *flags, *address]
         self._log = log
+        self._env = env
 
     @property
     def url(self) -> str:
@@ -64,6 +70,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                env=self._env,
             )
         return self
 
@@ -82,6 +89,17 @@ class Server:
             with contextlib.suppress(ProcessLookupError):  # the whole session has ended
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait(self, seconds: float) -> int | None:
+        """The status that it ended with; None if it lives on for so long."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
 
     def wait_healthy(self, seconds: float) -> None:
         """Return once /health answers 200.
@@ -106,6 +124,8 @@ class Server:
         return str(answer["data"][0]["id"])
 
     def log_tail(self) -> str:
+        if not self._log.is_file():
+            return f"(its log went to {self._log})"
         return self._log.read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:].strip()
 
 

@@ -1,0 +1,293 @@
+"""The phases of a run: each starts the servers that it harms, and says what it expects of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import psutil
+
+from _chaos.clients import PLAIN, SLOW, VANISHING, Outcome, run_client
+from _chaos.lab import END_SECONDS, Lab, Record, Running, check_held, wait_gone
+from _chaos.watch import Held, tree
+
+_CLIENTS = 24
+# An engine that is silent for so long is unhealthy; some more for a busy machine.
+_STOPPED_SECONDS = 14.0
+# Of sequences that run, and of those that wait.
+_OVERLOAD_RUNNING, _OVERLOAD_WAITING = 4, 8
+_OVERLOAD_CLIENTS = 10 * (_OVERLOAD_RUNNING + _OVERLOAD_WAITING)
+# What a squeezed engine may map beyond what it has.
+_SQUEEZED_BYTES = 24 * 2**20
+
+
+async def _steady(lab: Lab, record: Record, running: Running, before: Held, count: int) -> None:
+    """Clients that behave, more than fit in the KV cache."""
+    preempted = running.metrics()["preemptions_total"]
+    await lab.load(record, running.port, count, _CLIENTS)
+    await check_held(record, running, before)
+    times = running.metrics()["preemptions_total"] - preempted
+    record.expect(times > 0, f"sequences were preempted {times:g} times")
+
+
+async def _vanish(lab: Lab, record: Record, running: Running, before: Held, count: int) -> None:
+    """Clients that go away at every stage, beside some that wait."""
+    await lab.load(record, running.port, count, _CLIENTS, (VANISHING, VANISHING, PLAIN))
+    await check_held(record, running, before)
+
+
+async def _slow(lab: Lab, record: Record, running: Running, before: Held, count: int) -> None:
+    """Clients that send and read slowly, reuse connections, and pipeline."""
+    await lab.load(record, running.port, count, _CLIENTS, (*SLOW, PLAIN))
+    await check_held(record, running, before)
+
+
+async def _freeze(lab: Lab, record: Record, running: Running, before: Held, count: int) -> None:
+    """SIGSTOP of the engine until it counts as unhealthy, then SIGCONT."""
+    (engine,) = running.engines
+    work = asyncio.create_task(lab.load(record, running.port, count, _CLIENTS, allows=_unavailable))
+    await asyncio.sleep(1)
+    os.kill(engine, signal.SIGSTOP)
+    record.note(f"SIGSTOP of the engine for {_STOPPED_SECONDS:g} s")
+    try:
+        await asyncio.sleep(_STOPPED_SECONDS)
+        status = await _health(running)
+        record.expect(status == 503, f"/health of a stopped engine is {status}")
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    await work
+    await _wait_healthy(running)
+    await lab.load(record, running.port, _CLIENTS, _CLIENTS)
+    await check_held(record, running, before)
+
+
+SHARED = {"steady": _steady, "vanish": _vanish, "slow": _slow, "freeze": _freeze}
+
+
+async def _overload(lab: Lab, record: Record, count: int) -> None:
+    """Ten times as many clients as the engine and its queue have room for."""
+    flags = ["--max-num-seqs", str(_OVERLOAD_RUNNING)]
+    flags += ["--max-waiting-requests", str(_OVERLOAD_WAITING)]
+    async with lab.server(*flags) as running:
+        record.command = running.server.shown
+        before = await lab.warm_up(running)
+        outcomes = await lab.load(
+            record, running.port, count, _OVERLOAD_CLIENTS, allows=_queue_is_full
+        )
+        refused = [o for o in outcomes if o.status == 429]
+        waits = sorted({int(o.headers.get("retry-after", -1)) for o in refused})
+        record.expect(bool(refused) and min(waits) >= 1, f"429 with Retry-After of {waits} s")
+        await check_held(record, running, before)
+
+
+async def _kill(lab: Lab, record: Record, count: int) -> None:
+    """kill -9 of an engine beside another, of the compiler of grammars, and of a lone server."""
+    async with lab.server("--data-parallel-size", "2") as running:
+        record.command = running.server.shown
+        before = await lab.warm_up(running)
+        work = asyncio.create_task(
+            lab.load(record, running.port, count, _CLIENTS, allows=_unavailable)
+        )
+        await asyncio.sleep(1)
+        victim = running.engines[0]
+        os.kill(victim, signal.SIGKILL)
+        record.note("kill -9 of one of two engines")
+        await work
+        deadline = time.monotonic() + 300
+        while running.metrics()["replica_healthy"] < 2 and time.monotonic() < deadline:
+            await asyncio.sleep(0.5)
+        restarts = running.metrics()["replica_restarts_total"]
+        record.expect(restarts >= 1, f"{restarts:g} engine was started again")
+        await lab.load(record, running.port, _CLIENTS, _CLIENTS)
+        await _kill_compilers(lab, record, running)
+        await lab.warm_up(running)
+        await check_held(record, running, before)
+        own = running.descendants
+        os.kill(running.server.pid, signal.SIGKILL)
+        left = await wait_gone([pid for pid in own if pid != running.server.pid])
+        record.expect(not left, "kill -9 of the server ended its engines, too")
+    async with lab.server() as running:
+        work = asyncio.create_task(
+            lab.load(record, running.port, _CLIENTS, _CLIENTS, allows=_unavailable)
+        )
+        await asyncio.sleep(0.5)
+        own = running.descendants
+        os.kill(running.engines[0], signal.SIGKILL)
+        await work
+        left = await wait_gone(own)
+        status = running.server.wait(END_SECONDS)
+        record.expect(
+            status == 1 and not left, f"kill -9 of a lone engine ended the server with {status}"
+        )
+        _check_temporary(record, running)
+
+
+async def _kill_compilers(lab: Lab, record: Record, running: Running) -> None:
+    engines = running.engines
+    compilers = [p.pid for e in engines for p in tree(e)[1:]]
+    for pid in compilers:
+        os.kill(pid, signal.SIGKILL)
+    record.note(f"kill -9 of {len(compilers)} processes that compile grammars")
+    asks = [ask for ask in lab.asks if ask.kind in ("grammar", "tools")]
+    rng = random.Random(0)
+    came = await asyncio.gather(*(run_client(PLAIN, running.port, [ask], rng) for ask in asks))
+    lab.judge(record, [o for outcomes in came for o in outcomes], None)
+    record.expect(running.engines == engines, "no engine ended with them")
+
+
+async def _term(lab: Lab, record: Record, count: int) -> None:
+    """SIGTERM while requests run: they end, and then the server does."""
+    async with lab.server("--drain-seconds", "300") as running:
+        record.command = running.server.shown
+        rng = random.Random(1)
+        asks = [lab.rng.choice(lab.asks) for _ in range(min(count, 200))]
+        work = [asyncio.create_task(run_client(PLAIN, running.port, [ask], rng)) for ask in asks]
+        await asyncio.sleep(1)
+        own = running.descendants
+        os.kill(running.server.pid, signal.SIGTERM)
+        record.note(f"SIGTERM with {sum(not w.done() for w in work)} requests under way")
+        await asyncio.sleep(0.2)
+        late = await lab.load(record, running.port, 8, 8, allows=_unavailable_or_closed)
+        record.expect(all(o.said is None for o in late), "nothing was taken after it")
+        for outcomes in await asyncio.gather(*work):
+            lab.judge(record, outcomes, None)
+        left = await wait_gone(own)
+        status = running.server.wait(END_SECONDS)
+        record.expect(status == 0 and not left, f"the server ended with {status}")
+        _check_temporary(record, running)
+
+
+async def _disk(lab: Lab, record: Record, count: int) -> None:
+    """Nothing more can be written: a log that is full, then files that may not grow."""
+    async with lab.server(log=Path("/dev/full")) as running:
+        record.command = running.server.shown
+        record.note("the log is /dev/full: every write of it fails")
+        before = await lab.warm_up(running)
+        await lab.load(record, running.port, count // 2, _CLIENTS)
+        for pid in running.descendants:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
+        record.note("RLIMIT_FSIZE 0: no process can write to a file")
+        await lab.load(record, running.port, count - count // 2, _CLIENTS)
+        await check_held(record, running, before)
+
+
+async def _memory(lab: Lab, record: Record, count: int) -> None:
+    """An engine that gets little more memory than it has, for some seconds."""
+    async with lab.server() as running:
+        record.command = running.server.shown
+        before = await lab.warm_up(running)
+        (engine,) = running.engines
+        mapped = psutil.Process(engine).memory_info().vms
+        resource.prlimit(engine, resource.RLIMIT_AS, (mapped + _SQUEEZED_BYTES, -1))
+        record.note(f"RLIMIT_AS of the engine: {_SQUEEZED_BYTES >> 20} MiB more than it has")
+        await lab.load(record, running.port, count, _CLIENTS, allows=_any_error)
+        if running.server.is_alive:
+            resource.prlimit(engine, resource.RLIMIT_AS, (-1, -1))
+            record.note("the engine lived on")
+            await _wait_healthy(running)
+            await lab.load(record, running.port, _CLIENTS, _CLIENTS)
+            await check_held(record, running, before)
+        else:
+            status = running.server.wait(END_SECONDS)
+            record.expect(status == 1, f"the server ended with {status}")
+
+
+ALONE: dict[str, Callable[[Lab, Record, int], Awaitable[None]]] = {
+    "overload": _overload,
+    "kill": _kill,
+    "term": _term,
+    "disk": _disk,
+    "memory": _memory,
+}
+# Of all requests.
+SHARES = {
+    "steady": 0.2,
+    "vanish": 0.2,
+    "slow": 0.1,
+    "freeze": 0.05,
+    "overload": 0.3,
+    "kill": 0.05,
+    "term": 0.02,
+    "disk": 0.04,
+    "memory": 0.04,
+}
+
+
+async def run_phases(
+    lab: Lab, names: list[str], count: int, show: Callable[[Record], None]
+) -> list[Record]:
+    """Run phases of `count` requests in all; those that leave a server whole share one."""
+    records = []
+    whole = sum(SHARES[name] for name in names)
+    sizes = {name: max(round(count * SHARES[name] / whole), 4) for name in names}
+
+    async def run(name: str, phase: Callable[[Record], Awaitable[None]], command: str) -> None:
+        record = Record(name, command, load=os.getloadavg()[0])
+        start = time.monotonic()
+        try:
+            await phase(record)
+        except Exception as error:
+            record.blame(f"the phase broke off: {error!r}")
+        record.seconds = time.monotonic() - start
+        records.append(record)
+        show(record)
+
+    shared = [name for name in names if name in SHARED]
+    if shared:
+        async with lab.server() as running:
+            before = await lab.warm_up(running)
+            for name in shared:
+                phase = SHARED[name]
+                await run(
+                    name,
+                    lambda r, p=phase, n=sizes[name]: p(lab, r, running, before, n),  # type: ignore[misc]
+                    running.server.shown,
+                )
+    for name in names:
+        if name in ALONE:
+            alone = ALONE[name]
+            await run(name, lambda r, p=alone, n=sizes[name]: p(lab, r, n), "")  # type: ignore[misc]
+    return records
+
+
+def _check_temporary(record: Record, running: Running) -> None:
+    left = [str(path.name) for path in running.temporary.rglob("*")]
+    record.expect(not left, f"temporary files that are left: {left}")
+
+
+async def _health(running: Running) -> int:
+    async with httpx.AsyncClient() as client:
+        return (await client.get(f"{running.server.url}/health", timeout=10)).status_code
+
+
+async def _wait_healthy(running: Running) -> None:
+    await asyncio.to_thread(running.server.wait_healthy, 60.0)
+
+
+def _unavailable(outcome: Outcome) -> bool:
+    """503, or a stream that ended with an error."""
+    return outcome.status == 503 or (outcome.status == 200 and _is_error_event(outcome))
+
+
+def _unavailable_or_closed(outcome: Outcome) -> bool:
+    return _unavailable(outcome) or (outcome.error or "").startswith("connection:")
+
+
+def _queue_is_full(outcome: Outcome) -> bool:
+    return outcome.status == 429 or (outcome.status == 200 and "waiting" in (outcome.error or ""))
+
+
+def _any_error(outcome: Outcome) -> bool:
+    closed = (outcome.error or "").startswith("connection:")
+    return closed or outcome.status in (500, 503) or _is_error_event(outcome)
+
+
+def _is_error_event(outcome: Outcome) -> bool:
+    return outcome.status == 200 and (outcome.error or "").startswith("{")
