@@ -7,6 +7,7 @@ chunks.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 _VOLATILE = frozenset(
@@ -127,7 +128,7 @@ def _fold_messages(events: list[Any]) -> Any:
     return [sorted(blocks.items()), ends]
 
 
-_FOLDS = {
+_FOLDS: dict[str, Callable[[list[Any]], Any]] = {
     "/v1/completions": _fold_choices,
     "/v1/chat/completions": _fold_choices,
     "/v1/responses": _fold_responses,

@@ -159,7 +159,7 @@ class Lab:
         await asyncio.gather(*(run_client(PLAIN, running.port, [ask], rng) for ask in asks))
         await running.settle()
         # Connections that nobody uses are closed, and idle helpers end.
-        await asyncio.sleep(12)
+        await asyncio.sleep(3)
         return await running.settle()
 
     async def load(

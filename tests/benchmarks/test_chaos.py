@@ -1,0 +1,91 @@
+"""A server under attack, shortly; and that the program would notice what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def chaos(benchmark_module: Callable[[str], Any]) -> Any:
+    return benchmark_module("chaos")
+
+
+def test_clients_that_vanish_from_a_server_with_little_room(chaos: Any, tmp_path: Path) -> None:
+    run = ["--tiny", "--requests", "90", "--distinct", "28", "--phases", "steady", "vanish"]
+    status = chaos.main([*run, "--output", str(tmp_path / "report.md")])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [phase["wrong"] for phase in report["phases"]] == [[], []]
+    assert status == 0
+    steady, vanish = report["phases"]
+    assert steady["results"] == [["none", "right", steady["requests"]]]
+    assert {kind for kind, n in steady["kinds"].items() if n} >= {"tools", "anthropic", "generate"}
+    assert len({fault for fault, _, _ in vanish["results"]}) >= 5
+    assert "## vanish" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_all_phases(chaos: Any) -> None:
+    assert chaos.main(["--tiny", "--requests", "1000", "--seed", "1"]) == 0
+
+
+@pytest.mark.usefixtures("chaos")
+def test_a_wrong_answer_is_noticed(tmp_path: Path) -> None:
+    from _chaos.clients import Outcome
+    from _chaos.lab import Lab, Record
+    from _chaos.plan import make_asks
+
+    asks = make_asks(0, 7, longest=10)
+    assert asks == make_asks(0, 7, longest=10)
+    assert asks != make_asks(1, 7, longest=10)
+    lab = Lab(asks, [], [], tmp_path, 0)
+    lab._right[0] = {"text": "a"}
+    record = Record("none")
+    outcomes = [
+        Outcome(asks[0], "none", 200, {"text": "a"}),
+        Outcome(asks[0], "none", 200, {"text": "b"}),
+        Outcome(asks[0], "none", 429, error="queue_full: full"),
+        Outcome(asks[0], "none", error="HUNG"),
+    ]
+    lab.judge(record, outcomes, lambda outcome: outcome.status != 429)
+    results = {result: n for (_, result), n in record.results.items()}
+    assert results == {"right": 1, "WRONG answer": 1, "WRONG: no answer": 2}
+    assert len(record.wrong) == 3
+
+
+@pytest.mark.usefixtures("chaos")
+def test_what_a_stream_says() -> None:
+    from _chaos.answers import IncompleteError, said_by
+
+    def stream(*events: Any, end: str = "data: [DONE]\n\n") -> bytes:
+        return ("".join(f"data: {json.dumps(event)}\n\n" for event in events) + end).encode()
+
+    def chunk(text: str, **choice: Any) -> dict[str, Any]:
+        return {"id": text, "choices": [{"index": 0, "delta": {"content": text}, **choice}]}
+
+    path = "/v1/chat/completions"
+    end = chunk("c", finish_reason="stop")
+    whole = said_by(path, stream(chunk("a"), chunk("b"), end), stream=True)
+    assert whole == said_by(path, stream(chunk("ab"), end), stream=True)
+    assert whole != said_by(path, stream(chunk("a"), end), stream=True)
+    for cut in (
+        stream(chunk("a"), end=""),
+        stream(chunk("a"), {"error": {"message": "no"}}, end=""),
+        stream(chunk("a"))[:-1],
+    ):
+        with pytest.raises(IncompleteError):
+            said_by(path, cut, stream=True)
+
+
+@pytest.mark.usefixtures("chaos")
+def test_what_did_not_come_back() -> None:
+    from _chaos.watch import Held
+
+    before = Held(2, 20, 30, 6, 0, 0, 500 << 20, 0, 0, 0)
+    assert not before.excess(before)
+    after = Held(2, 20, 31, 6, 0, 1, 900 << 20, 0, 0, 3)
+    assert set(after.excess(before)) == {"files", "temporary", "rss", "blocks"}
