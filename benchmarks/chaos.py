@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,8 +31,8 @@ from atom.bench.report import environment, markdown_table, write_json
 
 PHASES = (*SHARED, *ALONE)
 # Room for the longest request, and for fewer sequences than run.
-_EMBEDDED = ("--max-model-len", "640", "--kv-cache-memory", "32MiB", "--max-num-seqs", "16")
-_TINY = ("--max-model-len", "700", "--kv-cache-memory", "512KiB", "--max-num-seqs", "16")
+_EMBEDDED = ("--max-model-len", "640", "--kv-cache-memory", "20MiB", "--max-num-seqs", "16")
+_TINY = ("--max-model-len", "600", "--kv-cache-memory", "320KiB", "--max-num-seqs", "16")
 _TINY_DRAFTS = ("--method", "suffix", "--num-speculative-tokens", "3")
 _TOOLS = ("--tool-call-parser", "hermes")
 # Tokens of an answer.
@@ -117,6 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = create_parser().parse_args(argv)
     if args.model is not None and not args.tiny:
         raise SystemExit("error: --model is for --tiny")
+    # Whoever ends this program ends its servers, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="atom-chaos-") as folder:
         records = asyncio.run(run(args, Path(folder)))
     where = environment()

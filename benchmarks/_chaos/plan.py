@@ -14,8 +14,8 @@ TEXT = (
     "each client reads what it asked for one word after another until the answer ends"
 )
 _WORDS = TEXT.split()
-# Prompts that begin alike, so that blocks are shared: about 20, 60 and 150 tokens.
-_PREFIXES = tuple(" ".join(_WORDS[i % len(_WORDS)] for i in range(n)) for n in (12, 40, 110))
+# Prompts that begin alike, so that blocks are shared: about 20, 40 and 80 tokens of SmolLM2.
+_PREFIXES = tuple(" ".join(_WORDS[i % len(_WORDS)] for i in range(n)) for n in (12, 30, 60))
 _PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "old": {"type": "boolean"}},

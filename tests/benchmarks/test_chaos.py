@@ -16,7 +16,7 @@ def chaos(benchmark_module: Callable[[str], Any]) -> Any:
 
 
 def test_clients_that_vanish_from_a_server_with_little_room(chaos: Any, tmp_path: Path) -> None:
-    run = ["--tiny", "--requests", "90", "--distinct", "28", "--phases", "steady", "vanish"]
+    run = ["--tiny", "--requests", "240", "--distinct", "28", "--phases", "steady", "vanish"]
     status = chaos.main([*run, "--output", str(tmp_path / "report.md")])
     report = json.loads((tmp_path / "report.json").read_text())
     assert [phase["wrong"] for phase in report["phases"]] == [[], []]
