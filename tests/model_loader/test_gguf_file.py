@@ -234,3 +234,25 @@ def test_large_headers_are_not_read(tmp_path: Path, lie: bytes) -> None:
         file.truncate(2 << 30)  # a hole: takes no room
     with pytest.raises(WeightError, match="header is larger than 100000000 bytes"):
         read_gguf(path)
+
+
+@pytest.mark.parametrize("alignment", [None, 8, 256])
+def test_tensors_begin_at_the_alignment_that_the_file_says(
+    tmp_path: Path, alignment: int | None
+) -> None:
+    path = tmp_path / "m.gguf"
+    writer = GGUFWriter(path, "llama")
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
+    values = {name: np.arange(3, dtype=np.float32) + i for i, name in enumerate("ab")}
+    for name, tensor in values.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    data = path.read_bytes()
+    for name, tensor in read_gguf(path).tensors.items():
+        assert tensor.offset % (alignment or 32) == 0
+        stored = data[tensor.offset : tensor.offset + tensor.num_bytes]
+        assert stored == values[name].tobytes(), name

@@ -482,3 +482,22 @@ def test_rows_without_an_admissible_token_are_told(
 def test_temperatures_need_seeds() -> None:
     with pytest.raises(ValueError, match="seeds and positions"):
         sample(torch.zeros(1, 40), temperature=torch.ones(1))
+
+
+@pytest.mark.parametrize("extra", [{}, {"top_k": 3}, {"top_p": 0.5}])
+def test_a_min_p_of_one_leaves_the_most_likely_alone(extra: dict[str, float]) -> None:
+    """And those as likely: it never leaves none."""
+    logits = torch.full((400, 50), -1.0)
+    logits[:, [7, 9]] = 2.0
+    rows = torch.arange(400)
+    options = {name: torch.full((400,), value) for name, value in extra.items()}
+    tokens = sample(
+        logits,
+        temperature=torch.full((400,), 1.5),
+        seeds=rows,
+        positions=rows,
+        min_p=torch.ones(400),
+        **options,
+    )
+    expected = {7} if "top_p" in extra else {7, 9}
+    assert set(tokens.tolist()) == expected

@@ -1,0 +1,67 @@
+"""When blocks and rows come back: of sequences in flight, of preempted ones, after failures."""
+
+from __future__ import annotations
+
+from model_engine.scheduler_harness import A, Bench, tokens
+
+from atom.batch import LaunchedStep, Lookahead, SequenceResult, StepOutput
+
+
+def never() -> StepOutput:
+    raise AssertionError("this test reads no step")
+
+
+BEFORE = LaunchedStep(never)
+
+
+def test_what_is_aborted_in_flight_keeps_blocks_and_row_until_its_step_is_read() -> None:
+    bench = Bench(enable_prefix_caching=False)
+    bench.add("a", tokens(100, 6), max_tokens=9)
+    first = bench.scheduler.schedule()
+    second = bench.scheduler.schedule(BEFORE)
+    assert second.sequences[0].is_ahead
+    held = bench.pool.num_used
+    bench.scheduler.abort(["a"])
+    assert bench.pool.num_used == held > 0
+    bench.scheduler.check_integrity()
+    bench.scheduler.update(first, StepOutput([SequenceResult([A])]))
+    # The second step writes to its blocks yet.
+    assert bench.pool.num_used == held
+    assert bench.scheduler.update(second, StepOutput([SequenceResult([A])])) == []
+    assert bench.pool.num_used == 0
+    assert bench.scheduler.schedule().freed_rows == [first.sequences[0].row]
+    bench.scheduler.check_integrity()
+
+
+def test_a_preempted_sequence_holds_nothing() -> None:
+    """Two sequences that fit only at first: the later one gives all back, and starts anew."""
+    bench = Bench(num_blocks=4, enable_prefix_caching=False)
+    bench.add("a", tokens(100, 6), max_tokens=9, ignore_eos=True)
+    bench.add("b", tokens(200, 4), max_tokens=9, ignore_eos=True)
+    batch, _ = bench.step()
+    for _ in range(12):
+        if bench.scheduler.stats().num_preemptions:
+            break
+        batch, _ = bench.step()
+    assert bench.scheduler.stats().num_preemptions == 1
+    assert [s.id for s in batch.sequences] == ["a"]
+    assert bench.pool.num_used == batch.sequences[0].num_blocks
+    bench.run()
+
+
+def test_drafts_accepted_before_a_failure_count_and_their_tokens_are_dropped() -> None:
+    bench = Bench(lookahead=Lookahead(2))
+    bench.add("a", tokens(100, 4), max_tokens=20)
+    bench.step(drafts=[A, A])
+    batch = bench.scheduler.schedule()
+    assert batch.sequences[0].num_drafts == 2
+    result = SequenceResult([A], failure="no token can be chosen")
+    assert bench.scheduler.update(batch, StepOutput([result])) == []
+    (refused,) = bench.scheduler.take_refused()
+    assert refused.id == "a"
+    stats = bench.scheduler.stats().spec_decode
+    assert stats is not None
+    assert stats.num_draft_tokens == 2
+    assert stats.accepted_counts == [0, 1, 0]
+    assert bench.pool.num_used == 0
+    bench.scheduler.check_integrity()
