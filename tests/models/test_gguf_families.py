@@ -61,6 +61,7 @@ _FILES = {
     "glm4_moe": "glm4moe",
     "glm4_moe-norms": "glm4moe",
     "minimax_m2": "minimax-m2",
+    "gpt_oss": "gpt-oss",
     "glm4_moe_lite": "deepseek2",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
@@ -72,6 +73,7 @@ _IMPLIED: dict[str, dict[str, Any]] = {
     "cohere": {"tie_word_embeddings": True},
     "cohere-norms": {"tie_word_embeddings": True},
     "cohere2": {"num_hidden_layers": 4, "layer_types": None},
+    "gpt_oss": {"swiglu_limit": 7.0},
     "gemma2": {"num_hidden_layers": 4, "query_pre_attn_scalar": 16},
     "gemma3_text": {"num_hidden_layers": 6, "layer_types": None, "query_pre_attn_scalar": 16},
 }
@@ -208,14 +210,28 @@ def write(name: str, folder: Path, **fields: Any) -> Checkpoint:
     return own[name](folder, **fields) if name in own else write_family(name, folder, **fields)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "sizes"),
+    [
+        (
+            "qwen3_moe",
+            GGMLQuantizationType.Q8_0,
+            {"moe_intermediate_size": 32, "norm_topk_prob": True},
+        ),
+        ("gpt_oss", GGMLQuantizationType.MXFP4, {"intermediate_size": 32, "swiglu_limit": 7.0}),
+    ],
+    ids=["qwen3_moe", "gpt_oss"],
+)
 def test_experts_keep_their_blocks(
-    tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+    name: str,
+    kind: GGMLQuantizationType,
+    sizes: dict[str, Any],
+    tmp_path: Path,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    checkpoint = write_family("qwen3_moe", tmp_path / "checkpoint", **sizes)
+    checkpoint = write_family(name, tmp_path / "checkpoint", hidden_size=64, **sizes)
     byte_level_tokenizer.save_pretrained(checkpoint.folder)
-    kind = GGMLQuantizationType.Q8_0
-    path = write_file(tmp_path / "model.gguf", "qwen3moe", checkpoint, kind)
+    path = write_file(tmp_path / "model.gguf", _FILES[name], checkpoint, kind)
     tokens, tokenizer = prompt(24), str(checkpoint.folder)
     kept = ModelBench(path, tokenizer=tokenizer)
     experts = kept.model.model.layers[0].mlp.experts
@@ -256,7 +272,7 @@ def write_file(
     rope = config.rope_parameters
     if "full_attention" in rope:
         rope = rope["full_attention"]
-    if name in ("gemma2", "gemma3", "cohere2"):
+    if name in ("gemma2", "gemma3", "cohere2", "gpt-oss"):
         writer.add_uint32(f"{name}.attention.sliding_window", config.sliding_window)
     if rope["rope_type"] == "linear":
         writer.add_string(f"{name}.rope.scaling.type", "linear")
@@ -274,7 +290,9 @@ def write_file(
         writer.add_float32(f"{name}.rope.scaling.factor", rope["factor"])
         original = rope["original_max_position_embeddings"]
         writer.add_uint32(f"{name}.rope.scaling.original_context_length", original)
-        writer.add_float32(f"{name}.rope.scaling.yarn_log_multiplier", 0.1 * rope["mscale_all_dim"])
+        if "mscale_all_dim" in rope:
+            multiplier = 0.1 * rope["mscale_all_dim"]
+            writer.add_float32(f"{name}.rope.scaling.yarn_log_multiplier", multiplier)
     if any("correction_bias" in module for module in checkpoint.reference.state_dict()):
         writer.add_uint32(f"{name}.expert_gating_func", gating)
     if prediction:
@@ -292,8 +310,8 @@ def write_file(
             writer.add_tensor(f"rope_factors_{which}.weight", factors)
     tensors = tensors_of(name, checkpoint, prediction or {}, splits_up)
     for tensor_name, values in tensors.items():
-        # llama.cpp leaves routers as they are.
-        is_plain = values.ndim == 1 or "ffn_gate_inp" in tensor_name
+        # llama.cpp leaves routers and biases as they are.
+        is_plain = values.ndim == 1 or "ffn_gate_inp" in tensor_name or ".bias" in tensor_name
         stored = GGMLQuantizationType.F32 if is_plain else kind
         raw = quantize(np.ascontiguousarray(values), stored)
         writer.add_tensor(tensor_name, raw, raw_dtype=stored)
@@ -345,7 +363,9 @@ def tensors_of(
         if name in ("gemma2", "gemma3") and module.endswith("norm.weight"):
             values = values + 1
         pieces = {module: values}
-        if module.endswith("experts.gate_up_proj"):
+        if config.model_type == "gpt_oss" and "experts" in module:
+            pieces = gpt_oss_experts(module, values)
+        elif module.endswith("experts.gate_up_proj"):
             stem = module.removesuffix("gate_up_proj")
             gate, up = np.split(values, 2, axis=1)
             pieces = {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
@@ -366,8 +386,21 @@ def tensors_of(
                 continue
             stored = names.get_name(piece, try_suffixes=(".weight", ".bias"))
             assert stored is not None, piece
+            if piece.endswith("sinks"):
+                stored = f"{stored}.weight"
             found[stored] = each[0] if part == "shared_expert_gate" else each
     return found
+
+
+def gpt_oss_experts(module: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Rows of outputs, where the checkpoint has columns, gate and up apart."""
+    stem, _, part = module.rpartition(".")
+    suffix = "bias" if part.endswith("_bias") else "weight"
+    rows = values if suffix == "bias" else values.swapaxes(1, 2)
+    if part.startswith("down_proj"):
+        return {f"{stem}.down_proj.{suffix}": rows}
+    both = {"gate_proj": rows[:, ::2], "up_proj": rows[:, 1::2]}
+    return {f"{stem}.{name}.{suffix}": each for name, each in both.items()}
 
 
 def split_file(path: Path, folder: Path, count: int) -> list[Path]:

@@ -132,6 +132,7 @@ class Architecture:
         no key has it.
     gating: what `expert_gating_func` must be, where a file has it.
     is_latent: whether keys and values are projected up from latents.
+    rounds_yarn: whether YaRN's range of scaled frequencies ends at whole numbers.
     adds_one: whether norms in the file have the 1 that the checkpoint's are without.
     """
 
@@ -145,6 +146,7 @@ class Architecture:
     window_theta: float | None = None
     gating: int = SOFTMAX
     is_latent: bool = False
+    rounds_yarn: bool = True
     adds_one: bool = False
 
 
@@ -280,6 +282,25 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         is_partial=True,
         gating=SIGMOID,
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            **_ATTENTION,
+            **_EXPERTS,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        {
+            **_EXPERT_COUNTS,
+            **_WINDOW,
+            "num_local_experts": ("expert_count", int),
+            "intermediate_size": ("expert_feed_forward_length", int),
+        },
+        rounds_yarn=False,
     ),
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM",

@@ -301,6 +301,8 @@ def _scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
         parameters["original_max_position_embeddings"] = metadata.require(
             own + "scaling.original_context_length", int
         )
+        if not architecture_of(file).rounds_yarn:
+            parameters["truncate"] = False
     if architecture_of(file).is_latent:
         parameters |= _latent_scaling(file)
     return parameters

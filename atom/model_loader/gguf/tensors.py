@@ -41,7 +41,7 @@ _OUTER_NAMES = {
     "output": "lm_head",
 }
 # What tensors that stay in float32 end with: few numbers, whose rounding changes choices.
-PRECISE = "e_score_correction_bias"
+PRECISE = ("e_score_correction_bias", "self_attn.sinks")
 # Factors of frequencies, which become part of the configuration.
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 

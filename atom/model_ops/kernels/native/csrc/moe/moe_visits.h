@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "arena.h"
+#include "simd.h"
 
 namespace atom {
 
