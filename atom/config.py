@@ -272,11 +272,22 @@ class SchedulerOptions(Options):
     )
     max_num_seqs: int = option(64, "sequences computed in one step", at_least=1, on_gpu=256)
     enable_chunked_prefill: bool = option(True, "compute long prompts in several steps")
+    long_prefill_token_threshold: int = option(
+        0, "most tokens of one prompt in a step, so that others share it (0: all)", at_least=0
+    )
     overlap: bool | None = option(
         None,
         "launch each step before the results of the one before it are read (by default on GPUs, "
         "unless engines share experts)",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ConfigError(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} cuts prompts, "
+                f"and chunked prefill is off; give one or the other"
+            )
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from atom.bench.report import environment, markdown_table, write_json
 PHASES = (*SHARED, *ALONE)
 # Room for the longest request, and for fewer sequences than run.
 _EMBEDDED = ("--max-model-len", "640", "--kv-cache-memory", "20MiB", "--max-num-seqs", "16")
-_TINY = ("--max-model-len", "400", "--kv-cache-memory", "256KiB", "--max-num-seqs", "16")
+_TINY = ("--max-model-len", "700", "--kv-cache-memory", "384KiB", "--max-num-seqs", "16")
 _TINY_DRAFTS = ("--method", "suffix", "--num-speculative-tokens", "3")
 _TOOLS = ("--tool-call-parser", "hermes")
 # Tokens of an answer.

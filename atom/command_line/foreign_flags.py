@@ -163,7 +163,7 @@ _VLLM = [
         VLLM,
         _ORDER,
         "--scheduling-policy --num-scheduler-steps --max-num-partial-prefills "
-        "--max-long-partial-prefills --long-prefill-token-threshold --preemption-mode "
+        "--max-long-partial-prefills --preemption-mode "
         "--num-lookahead-slots --scheduler-delay-factor --stream-interval",
     ),
     *_needless(VLLM, _GRAMMARS, "--guided-decoding-backend --structured-outputs-config"),

@@ -254,7 +254,7 @@ class Scheduler:
             index += 1
             # One token of the budget is kept for each later sequence, so a long prefill stalls no
             # decode.
-            share = max(plan.budget - (len(running) - index), 1)
+            share = self._cut(max(plan.budget - (len(running) - index), 1), seq)
             may_have_ended = seq.most_known >= seq.max_num_tokens
             if seq.launched.is_sampling and (may_have_ended or seq.must_wait(drafts_follow)):
                 continue
@@ -264,6 +264,13 @@ class Scheduler:
                 break
             plan.add(seq, count, num_drafts)
         return ran_out or len(running) < num_before
+
+    def _cut(self, share: int, seq: Sequence) -> int:
+        """What a sequence may have of `share` tokens of a step: a long prompt leaves some to the
+        short ones that came later.
+        """
+        most = self._options.long_prefill_token_threshold
+        return min(share, most) if 0 < most < seq.most_known - seq.most_computed else share
 
     def _reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Grow the block table to `num_tokens`; false if `seq` itself had to be preempted, or has
@@ -291,7 +298,7 @@ class Scheduler:
             seq = self._waiting[0]
             if seq in self._suspects:
                 return
-            count = self._start(seq, plan.budget)
+            count = self._start(seq, self._cut(plan.budget, seq))
             if count == 0:
                 return
             if seq.first_scheduled_time is None:

@@ -6,7 +6,7 @@ import pytest
 from scheduler_harness import A, B, Bench, ids, rows, rows_of, tokens
 
 from atom.batch import ScheduledBatch
-from atom.config import SchedulerOptions
+from atom.config import ConfigError, SchedulerOptions
 from atom.messages import (
     EngineLimits,
     FinishReason,
@@ -65,6 +65,36 @@ def test_a_prefill_in_front_does_not_stall_decodes_behind() -> None:
     assert rows(bench.step()[0]) == {"behind": (2, 1), "front": (0, 3)}
     batch, _ = bench.step()
     assert rows(batch) == {"front": (3, 3), "behind": (3, 1)}
+
+
+def test_a_long_prompt_leaves_room_for_short_ones() -> None:
+    bench = Bench(max_num_batched_tokens=8, long_prefill_token_threshold=5)
+    bench.add("long", tokens(100, 14), max_tokens=2)
+    bench.add("short", tokens(200, 3), max_tokens=2)
+    batch, outputs = bench.step()
+    assert rows(batch) == {"long": (0, 5), "short": (0, 3)}
+    assert "short" in outputs
+    assert rows(bench.step()[0]) == {"long": (5, 5), "short": (3, 1)}
+    batch, outputs = bench.step()
+    assert rows(batch) == {"long": (10, 4)}
+    assert outputs["long"].token_ids == [A]
+
+
+def test_a_resumed_sequence_is_cut_like_a_long_prompt() -> None:
+    bench = Bench(num_blocks=4, max_num_batched_tokens=16, long_prefill_token_threshold=4)
+    bench.add("first", tokens(100, 3), max_tokens=12)
+    bench.add("second", tokens(200, 3), max_tokens=12)
+    chunks = []
+    while bench.scheduler.has_unfinished:
+        batch, _ = bench.step()
+        chunks += [len(s.token_ids) for s in batch.sequences]
+    assert max(chunks) == 4
+    assert bench.scheduler.stats().num_preemptions == 1
+
+
+def test_prompts_are_cut_only_where_they_may_be() -> None:
+    with pytest.raises(ConfigError, match="chunked prefill is off"):
+        SchedulerOptions(enable_chunked_prefill=False, long_prefill_token_threshold=4)
 
 
 def test_sequences_per_step_are_limited() -> None:

@@ -284,6 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(1, 24),
         max_num_seqs=st.integers(1, 5),
         chunked=st.booleans(),
+        threshold=st.sampled_from([0, 0, 1, 4]),
         num_drafts=st.sampled_from([0, 0, 1, 3]),
         successor=st.booleans(),
     )
@@ -296,6 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens: int,
         max_num_seqs: int,
         chunked: bool,
+        threshold: int,
         num_drafts: int,
         successor: bool,
     ) -> None:
@@ -310,6 +312,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             enable_chunked_prefill=chunked,
+            long_prefill_token_threshold=threshold if chunked else 0,
         )
         self.pool = BlockPool(num_blocks, block_size, caching)
         lookahead = Lookahead(num_drafts, kv_depends_on_successor=successor and num_drafts > 0)
