@@ -226,3 +226,18 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def test_reset_forgets_all_but_what_is_held() -> None:
+    pool = BlockPool(4, 2, enable_prefix_caching=True)
+    hashes = chain(2)
+    cache(pool, hashes)
+    held = pool.match_prefix(hashes)
+    assert not pool.reset()
+    assert pool.match_prefix(hashes) == held
+    pool.free(held)
+    pool.free(held)
+    assert pool.reset()
+    pool.check_integrity()
+    assert pool.match_prefix(hashes) == []
+    assert pool.num_free == 4

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from model_engine.scheduler_harness import A, Bench, tokens
 
-from atom.batch import LaunchedStep, Lookahead, SequenceResult, StepOutput
+from atom.batch import (
+    LaunchedStep,
+    Lookahead,
+    ScheduledSequence,
+    SequenceResult,
+    StepOutput,
+)
+from atom.model_engine.sequence import LaunchedParts
 
 
 def never() -> StepOutput:
@@ -65,3 +73,30 @@ def test_drafts_accepted_before_a_failure_count_and_their_tokens_are_dropped() -
     assert stats.accepted_counts == [0, 1, 0]
     assert bench.pool.num_used == 0
     bench.scheduler.check_integrity()
+
+
+def test_no_more_than_two_batches_are_in_flight() -> None:
+    bench = Bench()
+    bench.add("a", tokens(100, 6), max_tokens=9)
+    bench.scheduler.schedule()
+    with pytest.raises(RuntimeError, match="1 are in flight"):
+        bench.scheduler.schedule()
+    bench.scheduler.schedule(BEFORE)
+    with pytest.raises(RuntimeError, match="2 are in flight"):
+        bench.scheduler.schedule(BEFORE)
+
+
+def test_launched_parts_end_in_their_order() -> None:
+    def part(count: int, num_drafts: int, samples: bool) -> ScheduledSequence:
+        return ScheduledSequence("a", 0, [0] * count, 0, [], 1, samples, num_drafts)
+
+    parts = LaunchedParts()
+    assert not parts
+    parts.add(part(7, 0, False))
+    parts.add(part(4, 3, True))
+    assert (parts.num_tokens, parts.num_sampled, parts.is_sampling) == (11, 4, True)
+    parts.end_oldest()
+    assert (parts.num_tokens, parts.num_sampled, parts.is_sampling) == (4, 4, True)
+    parts.end_oldest()
+    assert (parts.num_tokens, parts.num_sampled, parts.is_sampling) == (0, 0, False)
+    assert not parts
