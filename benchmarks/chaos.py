@@ -34,7 +34,8 @@ PHASES = (*SHARED, *ALONE)
 _EMBEDDED = ("--max-model-len", "640", "--kv-cache-memory", "20MiB", "--max-num-seqs", "16")
 _TINY = ("--max-model-len", "700", "--kv-cache-memory", "384KiB", "--max-num-seqs", "16")
 _TINY_DRAFTS = ("--method", "suffix", "--num-speculative-tokens", "3")
-_TOOLS = ("--tool-call-parser", "hermes")
+# Logprobs are compared to the bit, so they may not depend on the batch.
+_COMMON = ("--tool-call-parser", "hermes", "--batch-invariant")
 # Tokens of an answer.
 _LONGEST = 100
 _MOST_SHOWN = 20
@@ -57,8 +58,8 @@ def create_parser() -> argparse.ArgumentParser:
 def server_flags(model: Path | None) -> tuple[list[str], list[str]]:
     """Flags of the servers under test, and of the one whose answers are right."""
     if model is None:
-        return [*_EMBEDDED, "--speculative-lookup", *_TOOLS], ["--no-speculation", *_TOOLS]
-    own = ["--model", str(model), *_TOOLS]
+        return [*_EMBEDDED, "--speculative-lookup", *_COMMON], ["--no-speculation", *_COMMON]
+    own = ["--model", str(model), *_COMMON]
     quiet = [*own, *_TINY[:2], "--kv-cache-memory", "8MiB"]
     return [*own, *_TINY, *_TINY_DRAFTS], quiet
 
@@ -83,7 +84,7 @@ def show(record: Record) -> None:
         flush=True,
     )
     for what in record.wrong[:_MOST_SHOWN]:
-        print(f"  {what[:2000]}", flush=True)
+        print(f"  {what[:500]}", flush=True)
 
 
 def markdown(records: Sequence[Record], where: dict[str, object]) -> str:

@@ -49,6 +49,7 @@ __all__ = [
     "EngineStuckError",
     "NullObserver",
     "QueueFullError",
+    "RequestTimeoutError",
 ]
 
 logger = logging.getLogger(__name__)
@@ -56,10 +57,15 @@ logger = logging.getLogger(__name__)
 # On how many replicas in turn a request may be when they die; it may be what kills them.
 MAX_TRIES = 3
 _DRAIN_POLL_SECONDS = 0.02
+_TOO_LATE = "the request was not finished within its timeout"
 
 
 class QueueFullError(RuntimeError):
     """More sequences are waiting than `max_waiting_requests` allows; try again later."""
+
+
+class RequestTimeoutError(RuntimeError):
+    """The request's deadline passed before it was finished."""
 
 
 class EngineShuttingDownError(EngineDeadError):
@@ -214,6 +220,7 @@ class AsyncEngine:
         stream: bool = True,
         priority: int = 0,
         cache_salt: str = "",
+        deadline: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt.
 
@@ -224,11 +231,14 @@ class AsyncEngine:
         Args:
             params: for several prompts, pass one `PreparedParams`; it is then sent to the engine
                 once for all prompts added in the same event loop iteration.
+            deadline: seconds, `time.monotonic()`; what is unfinished then is aborted, and what
+                still waits is never computed.
 
         Raises:
             RequestRefusedError: when the request can never run as given.
             RequestFailedError: when a step failed twice on it.
             QueueFullError: when `max_waiting_requests` would be exceeded.
+            RequestTimeoutError: when the deadline has passed.
             EngineDeadError: when the engine is dead, dies, does not answer, or shuts down.
         """
         self._check_open()
@@ -241,6 +251,8 @@ class AsyncEngine:
         check_request(prompt_token_ids, prepared.params, self.limits)
         check_text(request_id, "request_id")
         check_text(cache_salt, "cache_salt")
+        if deadline is not None and time.monotonic() >= deadline:
+            raise RequestTimeoutError(_TOO_LATE)
         self._check_queue(prepared.params.n)
         sequences = self._processor.add_request(
             request_id,
@@ -256,7 +268,7 @@ class AsyncEngine:
             self._place(live)
             finished = False
             while not finished:
-                output = await live.mailbox.take()
+                output = await _before(deadline, live.mailbox)
                 finished = output.finished
                 yield output
         finally:
@@ -389,3 +401,17 @@ class AsyncEngine:
             self._abort(self._live[request_id_of(sequence_id)], [sequence_id])
         for output in processed.outputs:
             self._live[output.request_id].mailbox.put(output)
+
+
+async def _before(deadline: float | None, mailbox: Mailbox) -> RequestOutput:
+    """The next output.
+
+    Raises:
+        RequestTimeoutError: when there is none by the deadline.
+    """
+    if deadline is None:
+        return await mailbox.take()
+    try:
+        return await asyncio.wait_for(mailbox.take(), deadline - time.monotonic())
+    except asyncio.TimeoutError:
+        raise RequestTimeoutError(_TOO_LATE) from None

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -27,6 +28,7 @@ from atom.model_engine.async_engine import (
     EngineStuckError,
     NullObserver,
     QueueFullError,
+    RequestTimeoutError,
 )
 from atom.model_engine.processes import wire
 from atom.model_engine.replicas import replica
@@ -286,6 +288,34 @@ async def test_slow_reader_gets_merged_deltas(engine: AsyncEngine) -> None:
     assert tokens == whole.outputs[0].token_ids
     with pytest.raises(StopAsyncIteration):
         await anext(outputs)
+
+
+async def test_a_request_past_its_deadline(engine: AsyncEngine) -> None:
+    running = [
+        engine.generate(f"in front {i}", encode(engine, "The"), ENDLESS)
+        for i in range(MAX_NUM_SEQS)
+    ]
+    for outputs in running:
+        await anext(outputs)
+    computed = engine.stats.num_prompt_tokens
+    late = time.monotonic() + 0.2
+    with pytest.raises(RequestTimeoutError, match="timeout"):
+        await anext(engine.generate("waits", encode(engine, "A"), ENDLESS, deadline=late))
+    with pytest.raises(RequestTimeoutError):
+        await anext(engine.generate("never sent", encode(engine, "A"), ENDLESS, deadline=late))
+    for outputs in running:
+        await outputs.aclose()
+    await until_idle(engine)
+    assert engine.stats.num_prompt_tokens == computed, "what waited too long was computed"
+    late = time.monotonic() + 0.5
+    with pytest.raises(RequestTimeoutError):
+        async for _ in engine.generate("runs", encode(engine, "A"), ENDLESS, deadline=late):
+            pass
+    await until_idle(engine)
+    in_time = engine.generate(
+        "ends", encode(engine, "A"), SamplingParams(max_tokens=2), deadline=late + 1000
+    )
+    assert [o async for o in in_time][-1].finished
 
 
 async def test_full_queue(engine: AsyncEngine) -> None:

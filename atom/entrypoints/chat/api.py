@@ -12,7 +12,7 @@ import msgspec
 
 from atom.entrypoints.chat.constraint import constraint_names
 from atom.entrypoints.chat.format import ChatFormat
-from atom.entrypoints.chat.generation import Generation
+from atom.entrypoints.chat.generation import Generation, deadline_of
 from atom.entrypoints.chat.params import check_stream_fields, sampling_params, usage_chunks
 from atom.entrypoints.chat.protocol import ChatCompletionRequest, NamedToolChoice
 from atom.entrypoints.chat.tokenization import Prompt, PromptEncoder, tool_dicts
@@ -148,6 +148,7 @@ def prepare_chat(
             (lambda: create_parser(0).closes_after) if use.mode == "required" else None,
         ),
         priority=body.priority or 0,
+        deadline=deadline_of(body.timeout),
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
         usage=usage_chunks(body),

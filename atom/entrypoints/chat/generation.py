@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class Generation:
     Attributes:
         id: unlike that of any other request.
         params: those of every prompt.
+        deadline: seconds, `time.monotonic()`, by which the answer must be finished.
         echoes: the prompt comes back.
         field_names: the request's own names of fields that the engine calls otherwise.
         answer_id: the client's name of the request, where answers say it; several may share one.
@@ -65,6 +67,7 @@ class Generation:
     prompts: list[Prompt]
     params: PreparedParams
     priority: int = 0
+    deadline: float | None = None
     cache_salt: str = ""
     stream: bool = False
     usage: UsageChunks = UsageChunks()
@@ -106,6 +109,11 @@ class ChoiceFormat(Protocol):
 
     def response_fields(self, requests: list[RequestOutput]) -> dict[str, Any]:
         """Further fields of a whole response."""
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    """When a request that is prepared now must be finished: `timeout` seconds from now."""
+    return None if timeout is None else time.monotonic() + timeout
 
 
 async def respond(
@@ -296,6 +304,7 @@ async def _generate(
         prompt=prompt.text,
         stream=generation.stream,
         priority=generation.priority,
+        deadline=generation.deadline,
         cache_salt=generation.cache_salt,
     )
     try:

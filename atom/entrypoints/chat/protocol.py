@@ -159,6 +159,7 @@ class SamplingFields(ApiModel):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     priority: Int32 | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARACTERS)] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None

@@ -20,6 +20,7 @@ from atom.model_engine.async_engine import (
     EngineShuttingDownError,
     EngineStuckError,
     QueueFullError,
+    RequestTimeoutError,
 )
 from atom.quoting import excerpt
 
@@ -44,6 +45,7 @@ ANTHROPIC_KINDS = {
     413: "request_too_large",
     429: RATE_LIMIT,
     500: "api_error",
+    504: "timeout_error",
 }
 ANTHROPIC_PATHS = "/v1/messages"
 
@@ -165,6 +167,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, QueueFullError):
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return ApiError(429, str(error), kind=RATE_LIMIT, code="queue_full", headers=headers)
+    if isinstance(error, RequestTimeoutError):
+        return ApiError(504, str(error), kind=SERVER_ERROR, param="timeout", code="timeout")
     if isinstance(error, EngineDeadError):
         code = "engine_dead"
         if isinstance(error, EngineShuttingDownError):

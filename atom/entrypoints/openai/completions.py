@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atom.entrypoints.chat.constraint import constraint_names
-from atom.entrypoints.chat.generation import Choice, Generation
+from atom.entrypoints.chat.generation import Choice, Generation, deadline_of
 from atom.entrypoints.chat.logprobs import CompletionLogprobs, prompt_logprobs
 from atom.entrypoints.chat.params import check_stream_fields, sampling_params, usage_chunks
 from atom.entrypoints.chat.protocol import CompletionRequest
@@ -60,6 +60,7 @@ def prepare_completion(
         prompts=prompts,
         params=PreparedParams(params),
         priority=body.priority or 0,
+        deadline=deadline_of(body.timeout),
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
         usage=usage_chunks(body),

@@ -64,6 +64,7 @@ def prepare_generate(
         "prompt": body.input_ids if body.text is None else body.text,
         "stream": body.stream,
         "priority": body.priority,
+        "timeout": body.timeout,
     }
     try:
         completion = CompletionRequest.model_validate(fields)

@@ -57,3 +57,4 @@ class GenerateRequest(ApiModel):
     stream: bool | None = None
     rid: str | None = None
     priority: Int32 | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None

@@ -334,3 +334,18 @@ def test_many_clients_at_once(server: ServerProcess, client: openai.OpenAI) -> N
 def test_what_errors_name(server: ServerProcess, fields: dict[str, Any], said: str) -> None:
     error = _error(server.post("/v1/chat/completions", json=fields), 400)
     assert said in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_a_timeout_ends_an_answer(endless_server: ServerProcess, path: str) -> None:
+    body = {"max_tokens": ENDLESS_TOKENS, "timeout": 0.3, "ignore_eos": True}
+    body |= {"prompt": "a"} if path == "/v1/completions" else {"messages": USER}
+    whole = endless_server.post(path, json=body)
+    assert whole.status_code == 504
+    kind = "timeout_error" if path == "/v1/messages" else "server_error"
+    assert whole.json()["error"]["type"] == kind
+    stream = endless_server.post(path, json={**body, "stream": True}).text
+    assert "within its timeout" in stream.strip().rpartition("data:")[2]
+    endless_server.wait_idle()
+    wrong = endless_server.post(path, json={**body, "timeout": 0})
+    assert wrong.status_code == 400
