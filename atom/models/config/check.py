@@ -74,7 +74,12 @@ _LARGEST = 1e18
 _LARGEST_WINDOW = 1 << 31
 # An entry for each layer.
 _OF_LAYERS = ("layer_types", "mlp_layer_types", "no_rope_layers")
-_ROPE_NOT_NULL = ("rope_type", "rope_theta", "partial_rotary_factor")
+_ROPE_NOT_NULL = (
+    "rope_type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
 # Of layers, which may have RoPE parameters of their own.
 _ROPE_LAYER_TYPES = ("full_attention", "sliding_attention")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "rope_interleave", "norm_topk_prob")
