@@ -93,7 +93,6 @@ AREAS = (
         "drafts",
         [
             "spec_decode/grammar.py",
-            "spec_decode/made_drafts.py",
             "spec_decode/suffix_*.py",
             "spec_decode/eagle3_draft_builder.py",
             "spec_decode/proposers/*.py",
