@@ -254,7 +254,9 @@ class Scheduler:
             index += 1
             # One token of the budget is kept for each later sequence, so a long prefill stalls no
             # decode.
-            share = self._cut(max(plan.budget - (len(running) - index), 1), seq)
+            share = max(plan.budget - (len(running) - index), 1)
+            if self._options.long_prefill_token_threshold:
+                share = self._cut(share, seq)
             may_have_ended = seq.most_known >= seq.max_num_tokens
             if seq.launched.is_sampling and (may_have_ended or seq.must_wait(drafts_follow)):
                 continue
