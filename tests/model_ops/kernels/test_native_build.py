@@ -1,4 +1,4 @@
-"""The C++ kernels compile wherever there is a compiler: else tests of them would only be skipped."""
+"""The C++ kernels compile wherever there is a compiler: else their tests would only be skipped."""
 
 from __future__ import annotations
 
