@@ -504,7 +504,6 @@ _LLAMA = [
         harmless=("auto",),
     ),
     *_refused(LLAMA, "requests say chat_template_kwargs themselves", "--chat-template-kwargs"),
-    *_refused(LLAMA, "--api-key takes the keys, in a --config file, too", "--api-key-file"),
     *_refused(
         LLAMA, "--ssl-keyfile and --ssl-certfile name them", "--ssl-key-file --ssl-cert-file"
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,22 @@ def _read_template(path: str) -> str:
         raise OptionError(f"--chat-template: cannot read {path}: {error}") from error
 
 
+def _read_keys(paths: Sequence[str]) -> tuple[str, ...]:
+    """The keys of files, one a line; blank lines and comments are none. Messages quote no key."""
+    keys: list[str] = []
+    for path in paths:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise OptionError(f"--api-key-file: cannot read {path}: {reason}") from None
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise OptionError(f"--api-key-file: {path} has no key; write one a line")
+        keys.extend(found)
+    return tuple(keys)
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """Everything about the server but its engine; `chat_template` is Jinja text."""
@@ -42,11 +58,17 @@ class ServerOptions:
         None, "Unix domain socket to listen on, instead of an address and a port"
     )
     root_path: str = option("", "path under which a proxy shows the server, such as /llm")
-    api_keys: tuple[str, ...] = option(
+    given_api_keys: tuple[str, ...] = option(
         (),
         "key(s) that clients must send; else $ATOM_API_KEY; else the server is open",
         name="api_key",
         parse=tuple,
+    )
+    file_api_keys: tuple[str, ...] = option(
+        (),
+        "file(s) with keys, one a line, that the list of processes does not show",
+        name="api_key_file",
+        parse=_read_keys,
     )
     ssl_certfile: str | None = option(
         None, "file with the server's certificate and those that vouch for it, PEM; HTTPS then"
@@ -124,7 +146,7 @@ class ServerOptions:
         if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
             raise OptionError(f"--root-path must be a path such as /llm, got {self.root_path!r}")
         self._check_certificates()
-        if any(not key.strip() for key in self.api_keys):
+        if any(not key.strip() for key in self.given_api_keys):
             raise OptionError("--api-key must not be empty")
         if any(not name for name in self.served_model_names):
             raise OptionError("--served-model-name must not be empty")
@@ -183,6 +205,11 @@ class ServerOptions:
         return self.tool_call_parser if self.tool_call_parser in TOOL_PARSERS else None
 
     @property
+    def api_keys(self) -> tuple[str, ...]:
+        """All that open the server, wherever they were given; without one it is open."""
+        return self.given_api_keys + self.file_api_keys
+
+    @property
     def reasoning_format(self) -> str | None:
         """The name in `REASONING_PARSERS`; None also while `auto` has not been replaced."""
         return self.reasoning_parser if self.reasoning_parser in REASONING_PARSERS else None
@@ -197,7 +224,7 @@ class ServerOptions:
         OptionError: for a value that cannot be, or a template file that cannot be read.
         """
         given = given_flags(namespace, cls)
-        if (key := api_key_from_environment()) is not None:
+        if (key := api_key_from_environment()) is not None and "api_key_file" not in given:
             given.setdefault("api_key", [key])
         return build(cls, given, "server option")
 

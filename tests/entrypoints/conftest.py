@@ -50,7 +50,7 @@ def scripted(byte_level_tokenizer: PreTrainedTokenizerFast) -> Iterator[Scripted
     options = ServerOptions(
         chat_template=template,
         served_model_names=("first", "second"),
-        api_keys=(playground_page.KEY,),
+        given_api_keys=(playground_page.KEY,),
         tool_call_parser="hermes",
         reasoning_parser="deepseek_r1",
         unknown_fields="refuse",

@@ -218,7 +218,7 @@ def test_options_of_generation(bert: Path, options: dict[str, Any], flags: str) 
 
 
 def test_options_of_chats() -> None:
-    refuse_generation_options(ServerOptions(ui=False, api_keys=("a",)), "m")
+    refuse_generation_options(ServerOptions(ui=False, given_api_keys=("a",)), "m")
     with pytest.raises(OptionError, match="--tool-call-parser is for models that generate"):
         refuse_generation_options(ServerOptions(tool_call_parser="hermes"), "m")
 

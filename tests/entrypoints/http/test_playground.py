@@ -28,7 +28,7 @@ def _get(tokenizer: PreTrainedTokenizerFast, options: ServerOptions, path: str) 
 
 
 def test_the_page_and_its_files_need_no_key(byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
-    server = ScriptedServer(byte_level_tokenizer, ServerOptions(api_keys=("secret",)))
+    server = ScriptedServer(byte_level_tokenizer, ServerOptions(given_api_keys=("secret",)))
     try:
         page = httpx.get(f"{server.url}/")
         assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")

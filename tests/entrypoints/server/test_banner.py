@@ -56,7 +56,9 @@ def test_what_runs_where_and_where_to_go() -> None:
     [(8, 1, "8 engines"), (2, 4, "2 engines, 4 ranks each"), (1, 8, "1 engine, 8 ranks each")],
 )
 def test_what_is_off_and_how_many_there_are(replicas: int, ranks: int, processes: str) -> None:
-    said = banner(URL, ServerOptions(ui=False, api_keys=("k",)), engine(None, replicas, ranks))
+    said = banner(
+        URL, ServerOptions(ui=False, given_api_keys=("k",)), engine(None, replicas, ranks)
+    )
     assert "  speculation  off\n" in said
     assert "  playground   off\n" in said
     assert said.endswith("  API key      needed")

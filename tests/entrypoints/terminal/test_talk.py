@@ -168,7 +168,7 @@ def test_a_message_that_does_not_fit_is_taken_back(llm: LLM) -> None:
 @pytest.fixture(scope="module")
 def server(byte_level_tokenizer: PreTrainedTokenizerFast) -> Iterator[ScriptedServer]:
     """Speculates, is called `far`, and wants a key."""
-    options = ServerOptions(served_model_names=("far",), api_keys=("secret",))
+    options = ServerOptions(served_model_names=("far",), given_api_keys=("secret",))
     server = ScriptedServer(byte_level_tokenizer, options)
     server.model.drafts = lambda number: (2, 1, "eagle3")
     server.says("Blue light scatters most.")
