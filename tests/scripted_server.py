@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import httpx
 import uvicorn
 
+from atom.entrypoints.http.connection import BoundedProtocol
 from atom.entrypoints.http.metrics import ServerMetrics
 from atom.entrypoints.server.app import create_app
 from atom.entrypoints.server.serve import bind
@@ -201,7 +202,9 @@ class ScriptedServer:
             sampling_defaults=self._sampling_defaults,
         )
         app = create_app(engine, self._options, metrics)
-        config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
+        config = uvicorn.Config(
+            app, log_config=None, lifespan="off", ws="none", http=BoundedProtocol
+        )
         self._server = uvicorn.Server(config)
         self._ready.set()
         await self._server.serve(sockets=[self._sock])
