@@ -37,6 +37,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
             are read. That token, the drafts and their place are on the device: `token_ids` are
             zeros, and `start` is the most that it may be.
         knows_drafts: it is ahead, but its drafts are in `token_ids`, not on the device.
+        new_windows: block -> the one that layers with a window have for it from this step on; None
+            if nothing changes, or they have no blocks of their own.
     """
 
     id: str
@@ -52,6 +54,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     wants_drafts: bool = True
     is_ahead: bool = False
     knows_drafts: bool = False
+    new_windows: dict[int, int] | None = None
 
     @property
     def draft_token_ids(self) -> list[int]:

@@ -101,6 +101,8 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     block_size: int = 0
     kv_cache_dtype: str = ""
     num_used_blocks: int = 0
+    num_window_blocks: int = 0
+    num_used_window_blocks: int = 0
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
@@ -119,8 +121,13 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the KV blocks held by live sequences, 0 to 1."""
-        return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
+        """Share of the KV blocks held by live sequences, 0 to 1; where layers with a window have
+        blocks of their own, the larger of both shares.
+        """
+        share = self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
+        if self.num_window_blocks:
+            share = max(share, self.num_used_window_blocks / self.num_window_blocks)
+        return share
 
 
 class RefusedSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -165,6 +172,19 @@ class StepReport(msgspec.Struct, kw_only=True):
             raise self.refused[0].error()
 
 
+class WindowLimits(msgspec.Struct, frozen=True):
+    """Blocks of layers with a sliding window.
+
+    Attributes:
+        num_tokens, tile: as in `CacheWindow`.
+        num_blocks: of their pool.
+    """
+
+    num_tokens: int
+    tile: int
+    num_blocks: int
+
+
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a request must fit in, known once the KV pool is allocated.
 
@@ -174,6 +194,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         runs_on: dtype, device and kernels, in words.
         synthetic_acceptance_length: drafts are accepted at random, so that texts mean nothing; None
             if they are not.
+        window: of layers that have blocks of their own for it; None if there are none.
     """
 
     max_model_len: int
@@ -185,6 +206,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
     runs_on: str = ""
     synthetic_acceptance_length: float | None = None
+    window: WindowLimits | None = None
 
     @property
     def fingerprint(self) -> str | None:

@@ -1,12 +1,16 @@
-"""Finds a model's attention layers and binds the KV cache to them."""
+"""Finds a model's attention layers, creates the KV cache for them and binds it to them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from atom.kv_cache.base import KVCacheBuilder
+from atom.kv_cache.paged import PagedCache
+from atom.kv_cache.windows import WindowMap
 from atom.model_ops.attention.cached_attention import CachedAttention
 
 
@@ -27,3 +31,61 @@ def bind_kv_caches(model: nn.Module, builders: Sequence[KVCacheBuilder]) -> None
         if view is None:
             raise RuntimeError(f"no KV cache builder serves attention layer {layer_id}")
         module.bind_kv_cache(view)
+
+
+@dataclass(frozen=True)
+class CacheBuilders:
+    """The caches of a target and its draft.
+
+    Attributes:
+        others: with the blocks of the pool.
+        windowed: of the target's layers with a window, with blocks of their own; None if they have
+            the pool's.
+        windows: the map between the two.
+    """
+
+    others: Sequence[KVCacheBuilder]
+    windowed: PagedCache | None
+    windows: WindowMap | None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        windows: WindowMap | None,
+        drafts: Sequence[KVCacheBuilder],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> CacheBuilders:
+        """Args:
+        drafts: those of the proposer.
+        dtype: storage dtype.
+        """
+        layers = attention_layers(model)
+        where = block_size, dtype, device
+        if windows is None:
+            return cls([PagedCache(layers, *where), *drafts], None, None)
+        own = {i: layer for i, layer in layers.items() if layer.window is not None}
+        rest = {i: layer for i, layer in layers.items() if layer.window is None}
+        windowed = PagedCache(own, *where, prefix="windowed_", is_windowed=True)
+        return cls([PagedCache(rest, *where), *drafts], windowed, windows)
+
+    @property
+    def all(self) -> list[KVCacheBuilder]:
+        return [*self.others] if self.windowed is None else [*self.others, self.windowed]
+
+    def bytes_of(self, num_blocks: int, num_window_blocks: int) -> int:
+        """Of pools of so many blocks."""
+        found = num_blocks * sum(builder.compute_block_bytes() for builder in self.others)
+        if self.windowed is not None:
+            found += num_window_blocks * self.windowed.compute_block_bytes()
+        return found
+
+    def allocate(self, num_blocks: int, num_window_blocks: int) -> None:
+        """Allocate all pools."""
+        for builder in self.others:
+            builder.allocate_kv_cache_tensors(num_blocks)
+        if self.windowed is not None and self.windows is not None:
+            self.windowed.allocate_kv_cache_tensors(num_window_blocks)
+            self.windows.allocate(num_blocks)

@@ -191,7 +191,8 @@ class KVCanary:
         return slots
 
     def _hash(self, slots: list[int]) -> None:
-        self._hashes.update(zip(slots, self._digests(slots), strict=True))
+        if self._parts:  # not if all layers have blocks of their own
+            self._hashes.update(zip(slots, self._digests(slots), strict=True))
 
     def _digests(self, slots: list[int]) -> list[bytes]:
         """Of the bytes in each slot, over all layers."""

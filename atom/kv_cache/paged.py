@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from atom.kv_cache.base import num_spare_blocks
 from atom.model_ops.attention.cached_attention import CachedAttention, StoredPart
 from atom.model_ops.attention.kv_scale import FP8_TYPES
-from atom.model_ops.attention.metadata import CacheTensor
+from atom.model_ops.attention.metadata import CacheTensor, KVCacheTensor
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class PagedCache:
         layers: by layer id.
         dtype: storage dtype.
         prefix: of the tensor names.
+        is_windowed: whether the layers have a window and this cache's blocks are for them alone.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         prefix: str = "",
+        is_windowed: bool = False,
     ) -> None:
         self._layers = layers
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
         self._prefix = prefix
+        self._is_windowed = is_windowed
         self._pools = _pool_layouts(layers)
         self._views: dict[int, CacheTensor] = {}
 
@@ -90,6 +93,10 @@ class PagedCache:
             if scales is not None:
                 tensors[f"{self._prefix}kv_scale{suffix}"] = scales[:, 0] if only else scales
         self._views = {i: layer.view_cache(parts[i]) for i, layer in self._layers.items()}
+        if self._is_windowed:
+            for i, view in self._views.items():
+                assert isinstance(view, KVCacheTensor)
+                self._views[i] = replace(view, is_windowed=True)
         return tensors
 
     def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> CacheTensor | None:

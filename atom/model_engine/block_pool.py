@@ -74,16 +74,37 @@ class BlockPool:
 
         The caller must `free` the returned blocks.
         """
+        block_ids = self.find_prefix(hashes)
+        self.hold(block_ids)
+        return block_ids
+
+    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest cached prefix of `hashes`; nobody holds them for that."""
         block_ids = []
         for block_hash in hashes:
             block_id = self._cached.get(block_hash)
             if block_id is None:
                 break
+            block_ids.append(block_id)
+        return block_ids
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Take a reference to each of these cached blocks."""
+        for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
             self._ref_counts[block_id] += 1
-            block_ids.append(block_id)
-        return block_ids
+
+    def is_cached(self, block_id: int) -> bool:
+        """Whether the block can be found by its hash."""
+        return self._hashes[block_id] is not None
+
+    def forget(self, block_hash: BlockHash) -> None:
+        """Take a block out of the prefix cache; whoever holds it keeps it."""
+        block_id = self._cached.pop(block_hash)
+        self._hashes[block_id] = None
+        if self._ref_counts[block_id] == 0:
+            self._free.move_to_end(block_id, last=False)
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with one reference each; None, with no change, if too few are free."""

@@ -8,10 +8,14 @@ from functools import partial
 
 from torch import nn
 
+from atom.batch import Lookahead
 from atom.config import EngineConfig
 from atom.distributed.stages import Stages
 from atom.graphs.recorded import StepRecorder, create_recorder
-from atom.graphs.runner import GraphRunner
+from atom.graphs.runner import ForwardOp, GraphRunner
+from atom.kv_cache.builders import attention_layers
+from atom.kv_cache.cache_window import CacheWindow
+from atom.kv_cache.windows import WindowedForward, WindowMap
 from atom.model_engine.compiled_grammars import create_grammars
 from atom.model_engine.expert_ranks import check_experts
 from atom.model_engine.rank import Rank
@@ -27,6 +31,8 @@ from atom.spec_decode.factory import create_drafter
 from atom.spec_decode.proposers.base import Proposer
 from atom.structured_output.cache import GrammarCache
 
+# (rank, model, its layers, lookahead) -> graphs, nothing captured yet; None if nothing will be
+GraphRunnerFactory = Callable[[Rank, CausalLM, ForwardOp, Lookahead], "GraphRunner | None"]
 # (config, target model, its source, layer context) -> proposer
 ProposerFactory = Callable[[EngineConfig, CausalLM, ModelSource, LayerContext], Proposer]
 
@@ -37,12 +43,16 @@ class RankParts:
 
     Attributes:
         model: the target.
+        forward: its layers.
+        windows: where those with a sliding window have blocks of their own; None if they have not.
         graphs: of its layers; None if every step runs eagerly.
         recorder: replays steps that recur; None if every step runs op by op.
         grammars: only the first rank has any.
     """
 
     model: CausalLM
+    forward: ForwardOp
+    windows: WindowMap | None
     proposer: Proposer
     graphs: GraphRunner | None
     recorder: StepRecorder | None
@@ -68,17 +78,23 @@ def build_parts(rank: Rank, create_proposer: ProposerFactory, stages: Stages) ->
     """
     model, proposer = _load_models(rank, create_proposer, stages)
     stages.begin("creating the runner")
-    return join_parts(rank, model, proposer, create_graph_runner(rank, model, proposer.lookahead))
+    return join_parts(rank, model, proposer, create_graph_runner)
 
 
 def join_parts(
-    rank: Rank, model: CausalLM, proposer: Proposer, graphs: GraphRunner | None
+    rank: Rank, model: CausalLM, proposer: Proposer, create_graphs: GraphRunnerFactory
 ) -> RankParts:
     """A rank's models, with what goes with them.
 
     Raises:
         ConfigError: when an option cannot be honoured with them.
     """
+    windows = _create_windows(rank, model)
+    forward: ForwardOp = model.forward
+    if windows is not None:
+        places = rank.context.ops.resolve("window_places", rank.context.dtype)
+        forward = WindowedForward(forward, windows, places)
+    graphs = create_graphs(rank, model, forward, proposer.lookahead)
     grammars = create_grammars(rank.config.model, rank.source) if rank.groups.is_first else None
     recorder = create_recorder(rank.platform) if graphs is None and _records(rank, model) else None
     drafter = create_drafter(
@@ -90,7 +106,28 @@ def join_parts(
         is_ahead=rank.overlaps,
         recorder=recorder,
     )
-    return RankParts(model, proposer, graphs, recorder, grammars, drafter)
+    return RankParts(model, forward, windows, proposer, graphs, recorder, grammars, drafter)
+
+
+def blocks_of_steps(rank: Rank) -> int:
+    """Blocks that the tokens of the steps fill that are in flight together."""
+    steps = 2 if rank.overlaps else 1
+    return -(-steps * rank.config.scheduler.max_num_batched_tokens // rank.config.cache.block_size)
+
+
+def _create_windows(rank: Rank, model: CausalLM) -> WindowMap | None:
+    """Blocks of their own for layers with a window; None if they would save nothing."""
+    sizes = [layer.window for layer in attention_layers(model).values()]
+    windows = [size for size in sizes if size is not None]
+    if not windows:
+        return None
+    device, block_size = rank.context.device, rank.config.cache.block_size
+    window = CacheWindow.of(max(windows), block_size, on_gpu=device.type != "cpu")
+    num_seqs, in_context = rank.config.scheduler.max_num_seqs, rank.context.max_model_len
+    wanted = num_seqs * window.per_sequence + blocks_of_steps(rank)
+    if wanted >= num_seqs * -(-in_context // block_size):
+        return None
+    return WindowMap(window, device)
 
 
 def _load_models(

@@ -62,8 +62,10 @@ def create_watch(rank: Rank, parts: RankParts, runner: ModelRunner, num_blocks: 
     cache = rank.config.cache
     if cache.debug_kv_canary is None:
         return runner
+    layers = attention_layers(parts.model).values()
     canary = KVCanary(
-        [layer.kv_cache for layer in attention_layers(parts.model).values()],
+        # Other layers have other blocks.
+        [layer.kv_cache for layer in layers if parts.windows is None or layer.window is None],
         num_blocks,
         cache.block_size,
         checks_successors=parts.proposer.lookahead.kv_depends_on_successor,
@@ -122,6 +124,7 @@ def _create_inputs(
         carried=carried,
         take=rank.context.ops.resolve("take_inputs", rank.context.dtype),
         ragged_len=_ragged_most(parts) + 1,
+        windows=parts.windows,
         selects_rows=parts.recorder is not None and not parts.proposer.reads_hidden_states,
     )
 
@@ -130,9 +133,9 @@ def _create_steps(
     rank: Rank, parts: RankParts, sampler: Sampler, inputs: InputBuilder
 ) -> StepRunner:
     if parts.recorder is not None:
-        return RecordedSteps(parts.recorder, parts.model.forward, sampler, parts.proposer)
+        return RecordedSteps(parts.recorder, parts.forward, sampler, parts.proposer)
     if parts.graphs is None:
-        return StepRunner(parts.model.forward, sampler, parts.proposer)
+        return StepRunner(parts.forward, sampler, parts.proposer)
     return StepGraphs(
         parts.graphs,
         inputs,

@@ -21,6 +21,7 @@ from atom.batch import (
     StepOutput,
 )
 from atom.config import SchedulerOptions
+from atom.kv_cache.cache_window import CacheWindow
 from atom.messages import (
     EngineLimits,
     EngineRequest,
@@ -38,7 +39,9 @@ from atom.model_engine.scheduling.planned_batch import PlannedBatch
 from atom.model_engine.scheduling.prefix_cache import PrefixCache
 from atom.model_engine.scheduling.scheduler_counts import SchedulerCounts
 from atom.model_engine.scheduling.suspects import Suspects
+from atom.model_engine.scheduling.windows import WindowedKVCacheManager, WindowedPrefixCache
 from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus
+from atom.model_engine.window_pool import WindowPool
 
 
 class Scheduler:
@@ -71,9 +74,8 @@ class Scheduler:
             )
         self._options = options
         self._pool = pool
-        self._prefixes = PrefixCache(pool, lookahead.kv_depends_on_successor)
-        self._kv_cache_manager = KVCacheManager(
-            pool, self._prefixes, options.max_num_seqs, lookahead
+        self._prefixes, self._kv_cache_manager, self._windows = _create_caches(
+            pool, options.max_num_seqs, limits, lookahead
         )
         self._limits = limits
         self._eos_token_ids = eos_token_ids
@@ -222,7 +224,8 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """The current state, and totals since the start."""
-        return self._counts.stats(len(self._running), len(self._waiting), self._pool.num_used)
+        used = self._pool.num_used, 0 if self._windows is None else self._windows.num_used
+        return self._counts.stats(len(self._running), len(self._waiting), *used)
 
     def check_integrity(self) -> None:
         """Check the pool's state, also against the live block tables and what they published.
@@ -235,6 +238,9 @@ class Scheduler:
         self._pool.check_references(seq.block_ids for seq in holders)
         for seq in self._live.values():
             self._prefixes.check_integrity(seq)
+        if self._windows is not None:
+            held = [seq.block_ids[seq.windowed.start : seq.windowed.stop] for seq in holders]
+            self._windows.check_integrity(held)
 
     def _schedule_running(self, plan: PlannedBatch, before: LaunchedStep | None) -> bool:
         """Schedule running sequences, preempting the last ones when blocks run out.
@@ -311,13 +317,17 @@ class Scheduler:
         """Schedule the first group of suspects alone; false when there is none or no room for it.
 
         Sequences that passed this check keep their blocks; if they leave no room, they run on until
-        there is some. A suspect gets blocks for all its known tokens when it starts.
+        there is some. A suspect gets blocks for all its known tokens when it starts, but for their
+        parts for layers with a window.
         """
         for seq in self._suspects.first_group():
             if plan.budget == 0:
                 break
             if seq.status is SequenceStatus.RUNNING:
-                plan.add(seq, min(len(seq.token_ids) - seq.num_computed, plan.budget))
+                count = min(len(seq.token_ids) - seq.num_computed, plan.budget)
+                if not self._kv_cache_manager.grow(seq, seq.num_computed + count):
+                    break
+                plan.add(seq, count)
                 continue
             count = self._start(seq, plan.budget)
             if count == 0:
@@ -411,3 +421,18 @@ class Scheduler:
         self._running.remove(seq)
         if not seq.launched:
             self._kv_cache_manager.free(seq)
+
+
+def _create_caches(
+    pool: BlockPool, num_rows: int, limits: EngineLimits, lookahead: Lookahead
+) -> tuple[PrefixCache, KVCacheManager, WindowPool | None]:
+    """What gives blocks to sequences; the pool of layers with a window if they have one."""
+    successor = lookahead.kv_depends_on_successor
+    if limits.window is None:
+        plain = PrefixCache(pool, successor)
+        return plain, KVCacheManager(pool, plain, num_rows, lookahead), None
+    windows = WindowPool(limits.window.num_blocks, pool)
+    window = CacheWindow(limits.window.num_tokens, limits.window.tile, pool.block_size)
+    prefixes = WindowedPrefixCache(pool, successor, windows, window)
+    manager = WindowedKVCacheManager(pool, prefixes, num_rows, lookahead, windows)
+    return prefixes, manager, windows

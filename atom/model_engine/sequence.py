@@ -88,6 +88,8 @@ class Sequence:
         block_ids: the block table.
         num_sent_blocks: how many of them were sent to the runner.
         num_published: leading blocks of the table that are published or came from the prefix cache.
+        windowed: the range of its blocks whose parts for layers with a window it holds.
+        new_windows: parts that the runner was not told of, as in `ScheduledSequence`.
         prompt_logprobs: those collected so far, None for the first token; None when not requested
             or already delivered.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
@@ -113,6 +115,8 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     num_sent_blocks: int = 0
     num_published: int = 0
+    windowed: range = range(0)
+    new_windows: dict[int, int] | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
@@ -294,6 +298,8 @@ class Sequence:
         self.drafts_after_next = None
         self.num_computed = 0
         self.num_published = 0
+        self.windowed = range(0)
+        self.new_windows = None
         self.num_preemptions += 1
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = [None]

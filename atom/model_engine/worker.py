@@ -10,7 +10,7 @@ from atom.batch import LaunchedStep, RankStep, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.distributed.parallel_state import ALONE, ParallelGroups
 from atom.distributed.stages import Stages
-from atom.messages import EngineLimits
+from atom.messages import EngineLimits, WindowLimits
 from atom.model_engine.expert_ranks import has_spread_experts
 from atom.model_engine.rank import Rank, dtype_name, take_device
 from atom.model_engine.rank_parts import ProposerFactory, build_parts
@@ -71,7 +71,7 @@ class Worker:
         self.parts = build_parts(rank, proposer_factory or create_proposer, stages)
         self._runner = create_runner(rank, self.parts, publish)
         stages.begin("measuring memory for the KV cache")
-        num_blocks = allocate_kv_cache(rank, self.parts, self._runner)
+        num_blocks, window = allocate_kv_cache(rank, self.parts, self._runner)
         if any(self._runner.steps.num_graphs):
             stages.begin("capturing graphs")
         self._runner.steps.capture()
@@ -81,7 +81,7 @@ class Worker:
             warm_up(rank, self.parts, self._runner, num_blocks)
         self.launcher = create_watch(rank, self.parts, self._runner, num_blocks)
         stages.begin("ready")
-        self.limits = _limits(rank, self.parts.model, num_blocks)
+        self.limits = _limits(rank, self.parts.model, num_blocks, window)
         self.depth = 2 if rank.overlaps else 1
         self.ops: OpTable = rank.context.ops
         self.inputs = self._runner.inputs
@@ -136,7 +136,9 @@ class Worker:
             self.parts.grammars.shutdown()
 
 
-def _limits(rank: Rank, model: CausalLM, num_blocks: int) -> EngineLimits:
+def _limits(
+    rank: Rank, model: CausalLM, num_blocks: int, window: WindowLimits | None
+) -> EngineLimits:
     config, context = rank.config, rank.context
     return EngineLimits(
         max_model_len=fit_context(rank, num_blocks),
@@ -148,4 +150,5 @@ def _limits(rank: Rank, model: CausalLM, num_blocks: int) -> EngineLimits:
         weights=describe_weights(model, rank.source.quantization),
         runs_on=f"{dtype_name(context.dtype)} on {context.ops.summary()}",
         synthetic_acceptance_length=config.synthetic_acceptance_length,
+        window=window,
     )

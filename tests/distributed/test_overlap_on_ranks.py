@@ -224,11 +224,11 @@ def test_ranks_warm_up_together(checkpoints: Checkpoints, monkeypatch: pytest.Mo
     """As on GPUs, before they serve: all at the same place, and as ever after it."""
     allocate, warmed = worker.allocate_kv_cache, []
 
-    def then_warm_up(rank: Any, parts: Any, runner: ModelRunner) -> int:
-        num_blocks = allocate(rank, parts, runner)
-        warm_up(rank, parts, runner, num_blocks)
+    def then_warm_up(rank: Any, parts: Any, runner: ModelRunner) -> Any:
+        allocated = allocate(rank, parts, runner)
+        warm_up(rank, parts, runner, allocated[0])
         warmed.append(rank.groups.is_first)
-        return num_blocks
+        return allocated
 
     monkeypatch.setattr(worker, "allocate_kv_cache", then_warm_up)
     expected = engines.generate(checkpoints.plain("eagle3"), params("warm"), PROMPTS)

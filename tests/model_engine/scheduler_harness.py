@@ -7,7 +7,7 @@ from typing import Any
 
 from atom.batch import NO_LOOKAHEAD, Lookahead, ScheduledBatch, SequenceResult, StepOutput
 from atom.config import SchedulerOptions
-from atom.messages import EngineLimits, EngineRequest, SequenceOutput
+from atom.messages import EngineLimits, EngineRequest, SequenceOutput, WindowLimits
 from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.scheduler import Scheduler
 from atom.sampling_params import SamplingParams
@@ -25,6 +25,7 @@ class Bench:
         max_model_len: int = 64,
         enable_prefix_caching: bool = True,
         lookahead: Lookahead = NO_LOOKAHEAD,
+        window: WindowLimits | None = None,
         **options: Any,
     ) -> None:
         self.pool = BlockPool(num_blocks, 4, enable_prefix_caching)
@@ -34,6 +35,7 @@ class Bench:
             block_size=4,
             vocab_size=1000,
             max_logprobs=5,
+            window=window,
         )
         self.scheduler = Scheduler(
             SchedulerOptions(**options), self.pool, limits, frozenset({EOS}), lookahead

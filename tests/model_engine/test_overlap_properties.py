@@ -126,7 +126,7 @@ class Device(FakeRunner):
                 size, table = self.block_size, self.tables[row]
                 for position in range(start, len(table) * size):
                     slot = table[position // size] * size + position % size
-                    self.slots[slot] = self.draft_slots[slot] = "rubbish", ()
+                    self.spoil(slot)
             self.told_in_vain |= {*batch.freed_rows, *starts}
         self.told_in_vain |= {*failed.freed_rows, *(s.row for s in failed.sequences)}
         self.launched.clear()
@@ -140,12 +140,17 @@ class OverlapMachine(SchedulerMachine):
     """Launches a batch before the results of the last one are read, where the scheduler can."""
 
     device: Device
+    depth = 2
 
     def prepare(self) -> None:
         if not hasattr(self, "flights"):
             self.device = Device(
-                self.runner.block_size, self.runner.lookahead, self.runner.max_model_len
+                self.runner.block_size,
+                self.runner.lookahead,
+                self.runner.max_model_len,
+                self.runner.window,
             )
+            self.device.windows = self.runner.windows
             self.runner = self.device
             self.flights: deque[tuple[ScheduledBatch, LaunchedStep]] = deque()
 
@@ -214,7 +219,7 @@ class OverlapMachine(SchedulerMachine):
             self.abort_some(data)
         self.scheduler.give_back(failed, "it broke" if blames else None)
         self.scheduler.check_integrity()
-        assert self.pool.num_used == 0
+        self.assert_nothing_held()
         ids = {s.id for s in failed.sequences if s.id in self.live} if blames else set()
         refused = self.scheduler.take_refused()
         assert {r.id for r in refused} == (ids & self.suspects if len(ids) == 1 else set())
@@ -235,7 +240,7 @@ class OverlapMachine(SchedulerMachine):
         assert not self.live, f"{len(self.live)} sequences have not finished in {bound} steps"
         while self.flights:
             self.collect()
-        assert self.pool.num_used == 0
+        self.assert_nothing_held()
         self.launch()
         assert self.device.told == {}, "the runner was not told to forget"
 

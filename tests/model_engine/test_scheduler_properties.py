@@ -3,7 +3,8 @@
 The runner writes into every slot what its KV would depend on: the cache salt and all tokens up
 to the slot's position (and the one after it, for a drafter's KV). So a wrong prefix hit, a block
 used by two, a chunk left out, a rejected draft kept or a block published too early shows as a
-slot that does not hold what its reader needs.
+slot that does not hold what its reader needs. Layers with a window have slots of their own, where
+the runner looks as far back as a kernel reads.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from atom.batch import (
     StepOutput,
 )
 from atom.config import SchedulerOptions
+from atom.kv_cache.cache_window import CacheWindow
 from atom.messages import (
     EngineLimits,
     EngineRequest,
@@ -30,9 +32,11 @@ from atom.messages import (
     RequestRefusedError,
     SequenceOutput,
     TokenLogprobs,
+    WindowLimits,
 )
 from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.scheduler import Scheduler
+from atom.model_engine.window_pool import WindowPool
 from atom.sampling_params import SamplingParams
 
 VOCAB = 12
@@ -55,7 +59,19 @@ def logprobs_of(token: int, position: int) -> TokenLogprobs:
 class FakeRunner:
     """Computes batches as a model runner does, from what it was told and what the slots hold."""
 
-    def __init__(self, block_size: int, lookahead: Lookahead, max_model_len: int) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        lookahead: Lookahead,
+        max_model_len: int,
+        window: CacheWindow | None = None,
+    ) -> None:
+        self.window = window
+        # Of each block its part for layers with a window, and what their slots hold.
+        self.parts: dict[int, int] = {}
+        self.window_slots: dict[int, Content] = {}
+        # Who says which parts are held.
+        self.windows: WindowPool | None = None
         self.block_size = block_size
         self.lookahead = lookahead
         self.max_model_len = max_model_len
@@ -76,8 +92,17 @@ class FakeRunner:
             self.step(batch, salts)
             for row in batch.sequences:
                 for slot in self.slots_of(row)[row.start :]:
-                    self.slots[slot] = self.draft_slots[slot] = "rubbish", ()
+                    self.spoil(slot)
         self.told_in_vain |= {*batch.freed_rows, *(row.row for row in batch.sequences)}
+
+    def spoil(self, slot: int) -> None:
+        self.slots[slot] = self.draft_slots[slot] = "rubbish", ()
+        if slot // self.block_size in self.parts:
+            self.window_slots[self.window_slot(slot)] = "rubbish", ()
+
+    def window_slot(self, slot: int) -> int:
+        block, offset = divmod(slot, self.block_size)
+        return self.parts[block] * self.block_size + offset
 
     def step(self, batch: ScheduledBatch, salts: dict[str, str]) -> StepOutput:
         for row in batch.freed_rows:
@@ -98,6 +123,8 @@ class FakeRunner:
             assert self.rows[sequence.row] == sequence.id
             self.tables[sequence.row] += sequence.new_block_ids
             assert len(self.tables[sequence.row]) == sequence.num_blocks
+            assert (self.window is None) <= (sequence.new_windows is None)
+            self.parts |= sequence.new_windows or {}
         for row in batch.sequences:
             self.check_slots(row, row.start)  # computed by earlier steps, not by this one
         for row in batch.sequences:
@@ -120,6 +147,13 @@ class FakeRunner:
         assert len(slots) >= row.context_len
         for position, slot in enumerate(slots[:length]):
             assert self.slots.get(slot) == (salt, tuple(tokens[: position + 1]))
+        if self.window is not None:
+            oldest = max(row.start - self.window.num_tokens + 1, 0)
+            for position in range(oldest // self.window.tile * self.window.tile, length):
+                found = self.window_slots.get(self.window_slot(slots[position]))
+                assert found == (salt, tuple(tokens[: position + 1]))
+                assert self.windows is not None
+                assert self.windows.ref_count(slots[position] // self.block_size)
         if self.lookahead.kv_depends_on_successor:
             for position, slot in enumerate(slots[: row.start]):
                 assert self.draft_slots.get(slot) == (salt, tuple(tokens[: position + 2]))
@@ -133,7 +167,10 @@ class FakeRunner:
         assert row.num_drafts == 0 or row.wants_sample
         assert row.successor_token == (None if row.wants_sample else known[end])
         for position in range(row.start, row.context_len):
-            self.slots[slots[position]] = self.salts[row.id], tuple(tokens[: position + 1])
+            content = self.salts[row.id], tuple(tokens[: position + 1])
+            self.slots[slots[position]] = content
+            if self.window is not None:
+                self.window_slots[self.window_slot(slots[position])] = content
 
     def answer(self, row: ScheduledSequence) -> SequenceResult:
         known, new = tuple(self.tokens[row.id]), self.told[row.id]
@@ -275,6 +312,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 class SchedulerMachine(RuleBasedStateMachine):
     started = False
+    depth = 1
 
     @initialize(
         num_blocks=st.integers(3, 12),
@@ -287,6 +325,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 0, 1, 4]),
         num_drafts=st.sampled_from([0, 0, 1, 3]),
         successor=st.booleans(),
+        window_tokens=st.sampled_from([0, 0, 1, 2, 5]),
+        tile=st.sampled_from([1, 1, 3]),
+        spare_parts=st.integers(0, 3),
     )
     def start(
         self,
@@ -300,13 +341,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold: int,
         num_drafts: int,
         successor: bool,
+        window_tokens: int,
+        tile: int,
+        spare_parts: int,
     ) -> None:
+        window = limits = None
+        if window_tokens:
+            window = CacheWindow(window_tokens, tile, block_size)
+            # What the first sequence may need.
+            most = window_tokens + tile + self.depth * max_num_batched_tokens
+            parts = min(-(-most // block_size) + 1 + spare_parts, num_blocks)
+            limits = WindowLimits(window_tokens, tile, parts)
         self.limits = EngineLimits(
             max_model_len=min(max_model_len, num_blocks * block_size + 1),
             num_blocks=num_blocks,
             block_size=block_size,
             vocab_size=VOCAB,
             max_logprobs=1,
+            window=limits,
         )
         self.options = SchedulerOptions(
             max_num_batched_tokens=max_num_batched_tokens,
@@ -317,7 +369,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks, block_size, caching)
         lookahead = Lookahead(num_drafts, kv_depends_on_successor=successor and num_drafts > 0)
         self.scheduler = Scheduler(self.options, self.pool, self.limits, EOS, lookahead)
-        self.runner = FakeRunner(block_size, lookahead, self.limits.max_model_len)
+        self.runner = FakeRunner(block_size, lookahead, self.limits.max_model_len, window)
+        self.runner.windows = self.scheduler._windows
         self.live: dict[str, Client] = {}
         self.done: list[Client] = []
         self.num_added = 0
@@ -384,7 +437,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.abort_some(data)
         self.scheduler.give_back(batch, "it broke" if blames else None)
         self.scheduler.check_integrity()
-        assert self.pool.num_used == 0
+        self.assert_nothing_held()
         ids = {row.id for row in batch.sequences if row.id in self.live} if blames else set()
         refused = self.scheduler.take_refused()
         assert {r.id for r in refused} == (ids & self.suspects if len(ids) == 1 else set())
@@ -463,6 +516,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.done.append(self.live.pop(output.id))
             self.suspects.discard(output.id)
 
+    def assert_nothing_held(self) -> None:
+        assert self.pool.num_used == self.scheduler.stats().num_used_window_blocks == 0
+
     # --- what holds always ---
 
     @invariant()
@@ -490,7 +546,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.finish_step(*self.begin_step())
         assert not self.live, f"{len(self.live)} sequences have not finished in {bound} steps"
-        assert self.pool.num_used == 0
+        self.assert_nothing_held()
         self.begin_step()
         assert self.runner.told == {}, "the runner was not told to forget"
 

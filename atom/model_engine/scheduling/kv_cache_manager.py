@@ -46,15 +46,20 @@ class KVCacheManager:
         count = min(len(seq.token_ids) - start, budget)
         missing = self._num_blocks(seq, len(seq.token_ids)) - len(cached)
         fits = start + count >= min_tokens and missing + reserve_blocks <= self._pool.num_free
-        block_ids = self._pool.allocate(missing) if fits else None
-        if block_ids is None:
-            self._pool.free(cached)
+        if not fits or not self._has_room(seq, start + count, reserve_blocks):
+            self._prefixes.give_back(seq, cached)
             return 0
+        block_ids = self._pool.allocate(missing)
+        assert block_ids is not None
         seq.row = self._free_rows.pop()
         seq.block_ids = cached + block_ids
         seq.num_computed = start
         seq.num_published = len(cached)
         return count
+
+    def _has_room(self, seq: Sequence, num_tokens: int, reserve_blocks: int) -> bool:
+        """Whether what else a sequence needs to compute its first `num_tokens` is free."""
+        return True
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Give blocks for `num_tokens` and what is reserved behind them; false, with nothing given,

@@ -58,7 +58,9 @@ class PlannedBatch:
             seq.request.params.speculation,
             is_ahead,
             is_ahead and seq.drafts_after_next is not None,
+            seq.new_windows,
         )
+        seq.new_windows = None
         seq.launched.add(scheduled)
         # A prompt's last token may be as alone as a newest token is.
         self._num_decoding += is_last and count == 1 and start >= seq.num_prompt_tokens

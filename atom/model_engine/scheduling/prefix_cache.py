@@ -32,6 +32,10 @@ class PrefixCache:
             return []
         return self._pool.match_prefix(self._hashes(seq, len(seq.token_ids) - 1))
 
+    def give_back(self, seq: Sequence, block_ids: list[int]) -> None:
+        """Undo a `match` that returned these."""
+        self._pool.free(block_ids)
+
     def publish(self, seq: Sequence) -> None:
         """Publish the blocks whose tokens are all computed."""
         if not self._pool.enable_prefix_caching:

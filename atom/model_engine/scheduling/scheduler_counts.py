@@ -22,6 +22,7 @@ class SchedulerCounts:
         self._verified: dict[DraftCounts, int] = {}
         self._totals = EngineStats(
             num_blocks=limits.num_blocks,
+            num_window_blocks=0 if limits.window is None else limits.window.num_blocks,
             block_size=limits.block_size,
             kv_cache_dtype=limits.kv_cache_dtype,
             expected_acceptance=lookahead.expected_acceptance,
@@ -59,11 +60,18 @@ class SchedulerCounts:
             totals.num_draft_steps += parts.drafts is not None
             totals.num_replayed_draft_steps += parts.drafts is True
 
-    def stats(self, num_running: int, num_waiting: int, num_used_blocks: int) -> EngineStats:
+    def stats(
+        self,
+        num_running: int,
+        num_waiting: int,
+        num_used_blocks: int,
+        num_used_window_blocks: int,
+    ) -> EngineStats:
         return msgspec.structs.replace(
             self._totals,
             num_running=num_running,
             num_waiting=num_waiting,
             num_used_blocks=num_used_blocks,
+            num_used_window_blocks=num_used_window_blocks,
             spec_decode=self._spec.snapshot(),
         )

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from atom.batch import RankStep
 from atom.config import ConfigError
-from atom.kv_cache.base import KVCacheBuilder, KVCacheMemoryError, num_spare_blocks, plan_kv_cache
-from atom.kv_cache.builders import attention_layers, bind_kv_caches
+from atom.kv_cache.base import KVCacheMemoryError, WindowNeed, num_spare_blocks, plan_kv_cache
+from atom.kv_cache.builders import CacheBuilders, bind_kv_caches
 from atom.kv_cache.memory import check_room, kv_cache_budget
-from atom.kv_cache.paged import PagedCache
+from atom.messages import WindowLimits
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank, dtype_name
-from atom.model_engine.rank_parts import RankParts
+from atom.model_engine.rank_parts import RankParts, blocks_of_steps
 from atom.model_engine.runner_parts import create_runner
 from atom.model_engine.start_up.largest_steps import largest_steps
 from atom.model_engine.start_up.same_ops import check_same_ops
@@ -26,8 +25,11 @@ from atom.spec_decode.drafter import Drafter
 logger = logging.getLogger(__name__)
 
 
-def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
-    """Size the pool, allocate it and bind it to the attention layers. Returns its blocks.
+def allocate_kv_cache(
+    rank: Rank, parts: RankParts, runner: ModelRunner
+) -> tuple[int, WindowLimits | None]:
+    """Size the pool, allocate it and bind it to the attention layers. Returns its blocks, and those
+    of layers with a window if they have others.
 
     Args:
         runner: has the graphs that will be captured.
@@ -36,14 +38,10 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
         KVCacheMemoryError: when there is too little memory, with the numbers.
     """
     block_size, scheduler = rank.config.cache.block_size, rank.config.scheduler
-    layers = attention_layers(parts.model)
-    builders: list[KVCacheBuilder] = [
-        PagedCache(layers, block_size, rank.storage, rank.context.device),
-        *parts.proposer.kv_cache_builders,
-    ]
+    builders = create_builders(rank, parts)
 
     def profile() -> None:
-        allocate_pools(rank, builders, parts, 1)
+        allocate_pools(rank, builders, parts, 1, 1)
         _run_largest_steps(rank, parts)
 
     graph_bytes = runner.steps.estimate_graph_bytes
@@ -52,20 +50,44 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
     )
     plan = plan_kv_cache(
         budget,
-        [builder.compute_block_bytes() for builder in builders],
+        [builder.compute_block_bytes() for builder in builders.others],
         block_size,
         # Every sequence has blocks of its own.
         scheduler.max_num_seqs * block_size * -(-rank.context.max_model_len // block_size),
         num_spare_blocks(rank.context.device),
+        window_need(rank, builders),
     )
-    num_blocks = min(own for (own,) in rank.groups.tp_cpu.exchange([plan.num_blocks]))
+    plans = rank.groups.tp_cpu.exchange([plan.num_blocks, plan.num_window_blocks])
+    num_blocks, own_blocks = (min(own) for own in zip(*plans, strict=True))
     if rank.config.cache.kv_cache_memory is not None:
         # By now all ranks have loaded their weights.
-        check_room(num_blocks * plan.block_bytes, rank.platform, rank.groups.num_local)
-    allocate_pools(rank, builders, parts, num_blocks)
+        check_room(builders.bytes_of(num_blocks, own_blocks), rank.platform, rank.groups.num_local)
+    allocate_pools(rank, builders, parts, num_blocks, own_blocks)
     if rank.groups.is_first:
         _log_limits(rank, plan.block_bytes)
-    return num_blocks
+    if parts.windows is None:
+        return num_blocks, None
+    window = parts.windows.window
+    return num_blocks, WindowLimits(window.num_tokens, window.tile, own_blocks)
+
+
+def create_builders(rank: Rank, parts: RankParts) -> CacheBuilders:
+    """The caches of a rank's models."""
+    drafts = parts.proposer.kv_cache_builders
+    where = rank.config.cache.block_size, rank.storage, rank.context.device
+    return CacheBuilders.of(parts.model, parts.windows, drafts, *where)
+
+
+def window_need(rank: Rank, builders: CacheBuilders) -> WindowNeed | None:
+    """What layers with a window take; None where they have no blocks of their own."""
+    if builders.windowed is None or builders.windows is None:
+        return None
+    return WindowNeed(
+        builders.windowed.compute_block_bytes(),
+        builders.windows.window.per_sequence,
+        blocks_of_steps(rank),
+        rank.config.scheduler.max_num_seqs,
+    )
 
 
 def fit_context(rank: Rank, num_blocks: int) -> int:
@@ -94,13 +116,12 @@ def fit_context(rank: Rank, num_blocks: int) -> int:
 
 
 def allocate_pools(
-    rank: Rank, builders: Sequence[KVCacheBuilder], parts: RankParts, num_blocks: int
+    rank: Rank, builders: CacheBuilders, parts: RankParts, num_blocks: int, num_window_blocks: int
 ) -> None:
     """Allocate pools of so many blocks and bind the layers of a rank's models to them."""
-    for builder in builders:
-        builder.allocate_kv_cache_tensors(num_blocks)
+    builders.allocate(num_blocks, num_window_blocks)
     for model in parts.models:
-        bind_kv_caches(model, builders)
+        bind_kv_caches(model, builders.all)
     # Which has chosen ops by the size of the pool.
     check_same_ops(rank.groups, rank.context.ops)
 

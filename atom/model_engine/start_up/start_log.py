@@ -85,6 +85,12 @@ def log_start(
         logger.warning(
             "drafts are accepted at random, %g tokens a step: answers mean nothing", length
         )
+    if (window := limits.window) is not None:
+        logger.info(
+            "layers with a window, of at most %d tokens, have KV blocks of their own: %d",
+            window.num_tokens,
+            window.num_blocks,
+        )
     logger.info(
         "%s in %s%s on %s (%s)%s: context %d, %d KV blocks of %d tokens in %s, ready in %.1f s",
         source.name,

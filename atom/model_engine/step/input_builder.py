@@ -16,6 +16,7 @@ from atom.graphs.recorded import Recording
 from atom.graphs.runner import FitOp, GraphKey
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables, StepTables
+from atom.kv_cache.windows import WindowedBlockTables, WindowMap
 from atom.model_engine.step.carried_rows import CarriedPlan, CarriedRows
 from atom.model_engine.step.step_layout import StepLayout, StepLayoutCache, layout_of
 from atom.model_engine.step.step_places import GraphInput, Places, Shape, TakeOp
@@ -80,6 +81,7 @@ class InputBuilder:
         take: the op `take_inputs`, in graphs.
         ragged_len: the longest query of steps whose queries differ in length, at least, so that
             more of them recur.
+        windows: where layers with a window have blocks of their own; None if they have not.
         selects_rows: whether steps that do not recur may name the rows that are read.
     """
 
@@ -99,6 +101,7 @@ class InputBuilder:
         carried: CarriedRows | None = None,
         take: TakeOp = take_inputs,
         ragged_len: int = 0,
+        windows: WindowMap | None = None,
         selects_rows: bool = False,
     ) -> None:
         most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
@@ -116,7 +119,10 @@ class InputBuilder:
         width = -(-max_model_len // block_size)
         if plan is not None:  # the last bound has room for padding behind the longest context
             width = max(width, plan.table_width)
-        self._tables = BlockTables(max_num_seqs, width, device)
+        if windows is None:
+            self._tables = BlockTables(max_num_seqs, width, device)
+        else:
+            self._tables = WindowedBlockTables(max_num_seqs, width, windows)
         self._no_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self._step_tables = StepTables(self._tables) if in_place else None
         self._graph_tables = None

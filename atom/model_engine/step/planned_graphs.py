@@ -14,7 +14,7 @@ from atom.graphs.capture import (
     default_context_bounds,
     query_lengths,
 )
-from atom.graphs.runner import GraphRunner
+from atom.graphs.runner import ForwardOp, GraphRunner
 from atom.model_engine.rank import Rank
 from atom.models.base import CausalLM
 from atom.options.speculative import MAX_SPECULATIVE_TOKENS
@@ -23,8 +23,13 @@ from atom.spec_decode.proposers.base import Proposer
 logger = logging.getLogger(__name__)
 
 
-def create_graph_runner(rank: Rank, model: CausalLM, lookahead: Lookahead) -> GraphRunner | None:
+def create_graph_runner(
+    rank: Rank, model: CausalLM, forward: ForwardOp, lookahead: Lookahead
+) -> GraphRunner | None:
     """The graph runner, nothing captured yet; None if every step runs eagerly.
+
+    Args:
+        forward: the model's layers.
 
     Raises:
         ConfigError: for --cudagraph-capture-sizes on a device without graphs.
@@ -47,11 +52,11 @@ def create_graph_runner(rank: Rank, model: CausalLM, lookahead: Lookahead) -> Gr
                 f"there are no graphs to capture; leave it out"
             )
         return None
-    return plan_graphs(rank, model, lookahead, backend)
+    return plan_graphs(rank, forward, lookahead, backend)
 
 
 def plan_graphs(
-    rank: Rank, model: CausalLM, lookahead: Lookahead, backend: CaptureBackend
+    rank: Rank, forward: ForwardOp, lookahead: Lookahead, backend: CaptureBackend
 ) -> GraphRunner:
     """The graph runner with the graphs that the options want, nothing captured yet."""
     config = rank.config
@@ -67,7 +72,7 @@ def plan_graphs(
         config.cache.block_size,
         rank.context.device,
     )
-    return GraphRunner(model.forward, plan, lens)
+    return GraphRunner(forward, plan, lens)
 
 
 def draft_numbers(rank: Rank, proposer: Proposer) -> tuple[int, ...]:

@@ -36,6 +36,11 @@ class CachedAttention(nn.Module, ABC):
 
     kv_cache: CacheTensor
 
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees, its own included; None for all before it."""
+        return None
+
     @abstractmethod
     def stored_parts(self) -> Mapping[str, tuple[int, ...]]:
         """Name and shape of each part that one token stores.

@@ -38,6 +38,8 @@ class AttentionMetadata:
             told. None where there are none.
         most_context_cpu: upper bounds of the context lengths, those of sequences with more than
             `MAX_DECODE_QUERIES` queries exact; None if there are none.
+        windowed: the same in the blocks of layers with a sliding window; None where they have no
+            blocks of their own. What its tables say of blocks behind the window is anything.
     """
 
     slot_mapping: torch.Tensor
@@ -51,6 +53,7 @@ class AttentionMetadata:
     context_lens_cpu: tuple[int, ...] | None
     most_context_cpu: tuple[int, ...] | None = None
     padding_lens: torch.Tensor | None = None
+    windowed: AttentionMetadata | None = None
     _derived: dict[Hashable, Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -116,12 +119,14 @@ class KVCacheTensor:
         key, value: [num_blocks, block_size, num_kv_heads, head_dim].
         key_scale, value_scale: [1] float32 for an FP8 cache, else None; value = stored number *
             scale.
+        is_windowed: whether the blocks are those of `AttentionMetadata.windowed`.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    is_windowed: bool = False
 
     @property
     def block_size(self) -> int:

@@ -52,6 +52,11 @@ class Attention(CachedAttention):
         self.sinks = sinks
         self.kv_scale = KVScale(context.device)
         self._context = context
+        self._is_windowed = False
+
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window
 
     def stored_parts(self) -> Mapping[str, tuple[int, ...]]:
         head = self.num_kv_heads, self.head_dim
@@ -77,6 +82,7 @@ class Attention(CachedAttention):
         if not isinstance(cache, KVCacheTensor):
             raise TypeError(f"attention wants keys and values, not {type(cache).__name__}")
         self.kv_cache = cache
+        self._is_windowed = cache.is_windowed
         # Resolved together, since they must agree on the cache layout.
         self._write, self._rope_and_cache, *functions = self._context.ops.resolve_together(
             ("kv_cache_write", "rope_and_cache", *ops),
@@ -107,6 +113,9 @@ class Attention(CachedAttention):
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d], not rotated yet -> [T, heads * d]."""
+        if self._is_windowed:
+            assert metadata.windowed is not None
+            metadata = metadata.windowed
         q = self._rotate_and_write(q, k, v, positions, metadata, rotary)
         out = attend_by_length(self._decode, self._prefill, self._attend, q, metadata)
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)
@@ -115,6 +124,9 @@ class Attention(CachedAttention):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """`forward` of queries and keys that are rotated already."""
+        if self._is_windowed:
+            assert metadata.windowed is not None
+            metadata = metadata.windowed
         self._write(k, v, self.kv_cache, metadata.slot_mapping)
         out = attend_by_length(self._decode, self._prefill, self._attend, q, metadata)
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)

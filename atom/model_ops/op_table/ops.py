@@ -371,6 +371,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("triton.gather:share_embedding", "triton.gather:refuses_share"),
         invariant("torch.gather:share_embedding", note=one_by_one),
     ),
+    "window_places": (
+        invariant("native.gather:window_places"),
+        invariant("torch.gather:window_places"),
+    ),
     "take_inputs": (
         invariant("triton.gather:take_inputs"),
         invariant("torch.gather:take_inputs"),

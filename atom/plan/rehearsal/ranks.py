@@ -9,11 +9,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from atom.batch import Lookahead
 from atom.config import EngineConfig
 from atom.distributed.parallel_state import ParallelGroup, ParallelGroups
-from atom.kv_cache.base import KVCacheBuilder
-from atom.kv_cache.builders import attention_layers
-from atom.kv_cache.paged import PagedCache
+from atom.graphs.runner import ForwardOp, GraphRunner
 from atom.model_engine.expert_ranks import check_experts
 from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts, join_parts
@@ -23,6 +22,7 @@ from atom.model_loader.weights import build_model
 from atom.model_ops.moe import FusedMoE
 from atom.model_ops.registry import OpTable
 from atom.model_ops.stacked import PreparedMatrix
+from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.plan.rehearsal.meter import Meter
 from atom.plan.rehearsal.registry import Registry
@@ -100,17 +100,15 @@ class BuiltRank:
         check_experts(config, rank.groups, setting.platform, source.name, model)
         proposer = create_proposer(config, model, source, rank.context)
         model.set_aux_layer_ids(proposer.aux_layer_ids)
-        graphs = None
-        if not config.graphs.enforce_eager and model.op_by_op is None:
-            graphs = plan_graphs(rank, model, proposer.lookahead, _NoCapture())
-        return cls(rank, join_parts(rank, model, proposer, graphs))
+        return cls(rank, join_parts(rank, model, proposer, _planned_graphs))
 
-    def kv_cache_builders(self) -> list[KVCacheBuilder]:
-        """Of the target and the draft."""
-        layers = attention_layers(self.parts.model)
-        block_size = self.rank.config.cache.block_size
-        cache = PagedCache(layers, block_size, self.rank.storage, META)
-        return [cache, *self.parts.proposer.kv_cache_builders]
+
+def _planned_graphs(
+    rank: Rank, model: CausalLM, forward: ForwardOp, lookahead: Lookahead
+) -> GraphRunner | None:
+    if rank.config.graphs.enforce_eager or model.op_by_op is not None:
+        return None
+    return plan_graphs(rank, forward, lookahead, _NoCapture())
 
 
 def _groups(setting: Setting, number: int) -> ParallelGroups:

@@ -8,7 +8,7 @@ for one platform do not run on another.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -16,15 +16,15 @@ import torch
 
 from atom.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from atom.distributed.parallel_state import ALONE, SINGLE
-from atom.kv_cache.base import (
-    KVCacheBuilder,
-    KVCacheMemoryError,
-    num_spare_blocks,
-    plan_kv_cache,
-)
+from atom.kv_cache.base import KVCacheMemoryError, num_spare_blocks, plan_kv_cache
+from atom.kv_cache.builders import CacheBuilders
 from atom.model_engine.rank import Rank
 from atom.model_engine.runner_parts import create_runner
-from atom.model_engine.start_up.kv_memory import allocate_pools
+from atom.model_engine.start_up.kv_memory import (
+    allocate_pools,
+    create_builders,
+    window_need,
+)
 from atom.model_engine.start_up.largest_steps import largest_steps
 from atom.model_engine.start_up.same_ops import differences
 from atom.model_engine.start_up.warm_up import warm_up_limits
@@ -266,14 +266,14 @@ class _FirstRank:
         with meter:
             self._runner = create_runner(built.rank, built.parts)
             buffers = meter.live - before
-            builders = built.kv_cache_builders()
-            allocate_pools(built.rank, builders, built.parts, 1)
+            builders = create_builders(built.rank, built.parts)
+            allocate_pools(built.rank, builders, built.parts, 1, 1)
             steps = self._peak_of_largest_steps()
             self.graphs, graph_bytes = self._plan_graphs()
         self.memory = self._size(builders, buffers, steps, graph_bytes)
         num_blocks = max(self.memory.num_blocks, 1)
         # Not measured: a pool is as large as there is room.
-        allocate_pools(built.rank, builders, built.parts, num_blocks)
+        allocate_pools(built.rank, builders, built.parts, num_blocks, num_blocks)
         with meter:
             self.decoding = self._decode(num_blocks)
 
@@ -303,9 +303,7 @@ class _FirstRank:
         num_bytes = steps.estimate_graph_bytes(peak_of)
         return Graphs(*steps.num_graphs, *launches), num_bytes
 
-    def _size(
-        self, builders: Sequence[KVCacheBuilder], buffers: int, steps: int, graphs: int
-    ) -> Memory:
+    def _size(self, builders: CacheBuilders, buffers: int, steps: int, graphs: int) -> Memory:
         """As `kv_memory.allocate_kv_cache`."""
         rank, parts = self._built.rank, self._built.parts
         options, draft = rank.config.cache, parts.proposer.draft_model
@@ -315,13 +313,15 @@ class _FirstRank:
         left = room - whole - buffers - RUNTIME_BYTES - steps - graphs
         if options.kv_cache_memory is not None:
             left = min(left, options.kv_cache_memory)
-        blocks = [builder.compute_block_bytes() for builder in builders]
+        blocks = [builder.compute_block_bytes() for builder in builders.others]
+        window = window_need(rank, builders)
         size, context_len = options.block_size, rank.context.max_model_len
         in_context = -(-context_len // size)
         num_blocks, shortfall = 0, None
         try:
             most = rank.config.scheduler.max_num_seqs * in_context * size
-            plan = plan_kv_cache(left, blocks, size, most, num_spare_blocks(rank.context.device))
+            spare = num_spare_blocks(rank.context.device)
+            plan = plan_kv_cache(left, blocks, size, most, spare, window)
             num_blocks = plan.num_blocks
         except KVCacheMemoryError as error:
             shortfall = str(error)
@@ -340,7 +340,7 @@ class _FirstRank:
             RUNTIME_BYTES,
             steps,
             graphs,
-            sum(blocks),
+            builders.bytes_of(1, 1),
             num_blocks,
             shortfall,
         )
@@ -386,5 +386,6 @@ def _bytes_read(model: CausalLM, top_k: int, rows: int) -> int:
 def _table(built: BuiltRank, num_blocks: int) -> Table:
     """What a rank would run, without running it."""
     create_runner(built.rank, built.parts)
-    allocate_pools(built.rank, built.kv_cache_builders(), built.parts, max(num_blocks, 1))
+    builders, count = create_builders(built.rank, built.parts), max(num_blocks, 1)
+    allocate_pools(built.rank, builders, built.parts, count, count)
     return table_of(built.rank.context.ops)

@@ -133,6 +133,7 @@ def _sampling() -> list[OpCase]:
     words = integers(2**31, 2, 10).int() | 1
     masked = scores, words, torch.tensor([3, 1])
     sizes = {"vocab_size": 300}
+    slots = torch.tensor([0, 23, -1, 7])
     options = random(5, 6, dtype=torch.float32), integers(99, 6), torch.tensor([4, 0, 2])
     return [
         OpCase("argmax", (scores,), sizes, torch.float32),
@@ -144,6 +145,7 @@ def _sampling() -> list[OpCase]:
         OpCase("choose_tokens", (scores, race), sizes, torch.float32),
         OpCase("choose_drafts", (scores, race, None, 0.8, 2, False), sizes, torch.float32),
         OpCase("sampling_options", options, {}, torch.float32),
+        OpCase("window_places", (integers(9, 6).int(), integers(6, 2, 3).int(), slots, 4)),
         OpCase("sampling_options", (*options, 3), {}, torch.float32),
     ]
 

@@ -137,7 +137,7 @@ def test_each_op_has_a_batch_invariant_implementation_on_a_gpu(platform: Platfor
     assert {chosen[op] for op in others} == {"triton", "torch"}
     assert computed_by_torch == {
         *("all_reduce", "all_reduce_add_rms_norm", "add", "sigmoid", "embedding"),
-        *("gelu_and_mul", "scale", "softcap", "mul_sigmoid", "layer_norm"),
+        *("gelu_and_mul", "scale", "softcap", "mul_sigmoid", "layer_norm", "window_places"),
         "mla_write_and_decode",
     }
 

@@ -7,6 +7,7 @@ import torch
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch
 from atom.model_ops.kernels.native.movement import gather_rows
 
+_window_places = Kernels("window_places", "5P4q")
 _options = Kernels("sampling_options", "5P3q")
 
 
@@ -18,6 +19,32 @@ def embedding(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         IndexError: for an id outside the table.
     """
     return gather_rows(weight, input_ids.contiguous())
+
+
+def window_places(
+    of_block: torch.Tensor, block_tables: torch.Tensor, slots: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block tables [B, W] int32 and slots [T] int64 in the blocks `of_block` [N] int32; slot -1
+    stays.
+
+    Raises:
+        ValueError: when data types do not fit.
+        IndexError: for a block that is not in the map.
+    """
+    if (
+        of_block.dtype is not torch.int32
+        or block_tables.dtype is not torch.int32
+        or slots.dtype is not torch.int64
+        or not (of_block.is_contiguous() and block_tables.is_contiguous())
+        or not slots.is_contiguous()
+    ):
+        raise mismatch("window_places", of_block=of_block, block_tables=block_tables, slots=slots)
+    tables, own = block_tables.new_empty(*block_tables.shape), slots.new_empty(*slots.shape)
+    inputs = of_block.data_ptr(), block_tables.data_ptr(), slots.data_ptr()
+    sizes = of_block.numel(), block_tables.numel(), slots.numel(), block_size
+    if wrong := _window_places(None, *inputs, tables.data_ptr(), own.data_ptr(), *sizes):
+        raise IndexError(f"number {wrong} of the tables and slots is in no block of the map")
+    return tables, own
 
 
 def sampling_options(

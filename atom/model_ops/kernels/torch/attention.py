@@ -142,7 +142,8 @@ def _attend(
     group = heads // kv_heads
     longest = longest_context(metadata, rows)
     dtype = compute_dtype(q)
-    where = metadata, rows, longest, dtype
+    visible = None if sliding_window is None else sliding_window + length - 1
+    where = metadata, rows, longest, dtype, visible
     key = gather_blocks(kv_cache.key, kv_cache.key_scale, *where).transpose(1, 2)
     value = gather_blocks(kv_cache.value, kv_cache.value_scale, *where).transpose(1, 2)
     # The query heads of one KV head become extra queries, so K and V need not be repeated.

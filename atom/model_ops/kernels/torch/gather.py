@@ -53,6 +53,18 @@ def own_rows(
     return lookup(local.masked_fill(absent, 0)).masked_fill_(absent[:, None], 0)
 
 
+def window_places(
+    of_block: torch.Tensor, block_tables: torch.Tensor, slots: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block tables [B, W] int32 and slots [T] int64 in the blocks `of_block` [N] int32; slot -1
+    stays.
+    """
+    tables = of_block.index_select(0, block_tables.flatten()).view(block_tables.shape)
+    blocks = of_block.index_select(0, slots.clamp(min=0) // block_size)
+    own = blocks.long() * block_size + slots % block_size
+    return tables, torch.where(slots < 0, slots, own)
+
+
 def take_inputs(
     tables: torch.Tensor,
     rows: torch.Tensor,

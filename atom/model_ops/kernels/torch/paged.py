@@ -81,26 +81,33 @@ def gather_blocks(
     rows: list[int],
     longest: int,
     dtype: torch.dtype,
+    visible: int | None = None,
 ) -> torch.Tensor:
     """[blocks, block_size, ...] -> each sequence's first tokens, [b, longest, ...] of `dtype`.
 
-    Entries beyond a context, and of its padding, are zeroed: they belong to others and may be NaN,
-    which a mask would not remove from a product.
+    Entries beyond a context, of its padding, and behind a window are zeroed: they belong to others
+    and may be NaN, which a mask would not remove from a product.
 
     Args:
         scale: of an FP8 cache.
+        visible: how many of a context's last tokens are within windows; None for all.
     """
     num_blocks = -(-longest // cache.shape[1])
     tables = _rows(metadata.block_tables[:, :num_blocks], rows)
     stored = bits(cache)[tables].flatten(1, 2)[:, :longest].view(cache.dtype)
     gathered = stored.to(dtype) if scale is None else dequantise(stored, scale, dtype)
     known, padding = metadata.context_lens_cpu, metadata.padding_lens
-    if known is None or padding is not None or any(known[b] < longest for b in rows):
+    is_cut = visible is not None and visible < longest
+    if is_cut or known is None or padding is not None or any(known[b] < longest for b in rows):
+        places = torch.arange(longest, device=cache.device)
         context_lens = _rows(metadata.context_lens, rows)[:, None]
+        before = places < context_lens - visible if visible is not None else None
         if padding is not None:
             context_lens = context_lens - _rows(padding, rows)[:, None]
-        behind = torch.arange(longest, device=cache.device) >= context_lens
-        gathered.masked_fill_(behind.view(*behind.shape, *(1,) * (gathered.dim() - 2)), 0.0)
+        hidden = places >= context_lens
+        if before is not None:
+            hidden |= before
+        gathered.masked_fill_(hidden.view(*hidden.shape, *(1,) * (gathered.dim() - 2)), 0.0)
     return gathered
 
 

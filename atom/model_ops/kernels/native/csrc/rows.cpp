@@ -61,6 +61,34 @@ int64_t place_samples(const PlaceArgs& a) {
   return 0;
 }
 
+struct WindowArgs {
+  const int32_t* of_block;      // [blocks]
+  const int32_t* block_tables;  // [entries]
+  const int64_t* slots;         // [count], -1 for none
+  int32_t* tables;              // [entries]
+  int64_t* own_slots;           // [count]
+  int64_t blocks, entries, count, block_size;
+};
+
+// 0, or 1 + the entry or slot whose block is not in the map.
+int64_t window_places(const WindowArgs& a) {
+  for (int64_t i = 0; i < a.entries; ++i) {
+    const int32_t block = a.block_tables[i];
+    if (block < 0 || block >= a.blocks) return i + 1;
+    a.tables[i] = a.of_block[block];
+  }
+  for (int64_t t = 0; t < a.count; ++t) {
+    const int64_t slot = a.slots[t], block = slot / a.block_size;
+    if (slot < 0) {
+      a.own_slots[t] = slot;
+      continue;
+    }
+    if (block >= a.blocks) return a.entries + t + 1;
+    a.own_slots[t] = a.of_block[block] * a.block_size + slot % a.block_size;
+  }
+  return 0;
+}
+
 struct AdvanceArgs {
   const int64_t* positions;     // [count]
   const int32_t* block_tables;  // [count, width], rows `stride` entries apart
@@ -156,6 +184,9 @@ int64_t sampling_options(const OptionsArgs& a) {
 }  // namespace
 }  // namespace atom
 
+ATOM_EXPORT int64_t atom_window_places(const atom::WindowArgs* args) {
+  return atom::window_places(*args);
+}
 ATOM_EXPORT int64_t atom_verify_drafts(const atom::VerifyArgs* args) {
   return atom::verify_drafts(*args);
 }

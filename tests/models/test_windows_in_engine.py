@@ -1,0 +1,158 @@
+"""Layers with a window keep its blocks alone, and tokens are those of transformers.
+
+What they do not hold is NaN, so that nobody can read it unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.checkpoints import Checkpoint, prompt
+from models.families import write_family
+from spec_decode import engines
+from spec_decode.engines import create_engine, generate
+from transformers import PreTrainedTokenizerFast
+
+from atom import SamplingParams
+from atom.entrypoints.llm import LLM
+from atom.kv_cache.base import KVCachePlan
+from atom.kv_cache.builders import attention_layers
+from atom.model_engine.start_up import kv_memory
+from atom.model_ops.attention.mha import Attention
+from atom.model_ops.kernels.native.build import native_build
+
+# Windows of 9 tokens on some layers, on all, and on all but one.
+NAMES = ("gemma3_text", "mistral-window", "cohere2")
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+LENGTHS = (70, 3, 41)
+
+
+class Models:
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._folder, self._tokenizer = folder, tokenizer
+        self.checkpoint, self.draft = cache(self._checkpoint), cache(self._draft)
+        self.expected = cache(self._expected)
+
+    def _checkpoint(self, name: str) -> Checkpoint:
+        checkpoint = write_family(name, self._folder / name, vocab_size=len(self._tokenizer))
+        self._tokenizer.save_pretrained(checkpoint.folder)
+        return checkpoint
+
+    def _draft(self) -> str:
+        return str(engines.write_draft("mha", self._folder / "draft", len(self._tokenizer)))
+
+    def _expected(self, name: str) -> list[list[int]]:
+        found = []
+        for prompt_ids in PROMPTS:
+            tokens = list(prompt_ids)
+            for _ in range(GREEDY.max_tokens or 0):
+                tokens.append(int(self.checkpoint(name).logits(tokens)[-1].argmax()))
+            found.append(tokens[len(prompt_ids) :])
+        return found
+
+    def engine(self, name: str, **options: Any) -> LLM:
+        given = {"max_num_batched_tokens": 16, **options}
+        return create_engine(self.checkpoint(name).folder, **given)
+
+
+PROMPTS = [prompt(length, seed=length) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def models(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Models:
+    return Models(tmp_path_factory.mktemp("windows"), byte_level_tokenizer)
+
+
+def spoil_free_blocks(engine: LLM) -> Callable[[], int]:
+    """Fill what nobody holds with NaN after each step -> the most blocks that were ever held."""
+    core: Any = engine.engine.core
+    windows, step = core._scheduler._windows, core.step
+    caches = [
+        layer.kv_cache
+        for layer in attention_layers(core.executor.parts.model).values()
+        if isinstance(layer, Attention) and layer.window is not None
+    ]
+    assert windows is not None
+    assert all(held.is_windowed for held in caches)
+    most = [0]
+
+    def step_and_spoil() -> Any:
+        report = step()
+        counts = torch.tensor(windows._ref_counts)
+        most[0] = max(most[0], int((counts > 0).sum()))
+        for held in caches:
+            held.key[counts == 0] = held.value[counts == 0] = float("nan")
+        core._scheduler.check_integrity()
+        return report
+
+    core.step = step_and_spoil
+    return lambda: most[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "how", ["alone", "draft", "op by op", "by torch", "overlapped", "overlapped draft"]
+)
+def test_blocks_behind_the_window_are_not_read(
+    models: Models, name: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"enable_prefix_caching": False}
+    if "draft" in how:
+        options |= {"method": "eagle3", "draft_model": models.draft(), "num_speculative_tokens": 3}
+    if how == "op by op":
+        options["enforce_eager"] = True
+    if how == "by torch":
+        for op in ("PAGED_ATTENTION", "PREFILL_ATTENTION"):
+            monkeypatch.setenv(f"ATOM_OP_{op}", "torch")
+    if "overlapped" in how:
+        options["overlap"] = True
+    engine = models.engine(name, **options)
+    most = spoil_free_blocks(engine)
+    assert generate(engine, GREEDY, PROMPTS) == models.expected(name)
+    # 8 of a window and a part of the steps' tokens each; the contexts have 25 + 9 + 18.
+    assert most() <= 3 * 4 + 9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefixes_preemption_and_several_answers(
+    models: Models, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="atom")
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(34, 0, 14))
+        engine = models.engine(name, max_model_len=120)
+    assert generate(engine, GREEDY, PROMPTS) == models.expected(name)
+    core: Any = engine.engine.core
+    assert core.stats.num_preemptions > 0
+    assert core.stats.num_window_blocks == 14
+    core._scheduler.check_integrity()
+    again = engine.generate([PROMPTS[0]], GREEDY, use_tqdm=False)[0]
+    assert list(again.outputs[0].token_ids) == models.expected(name)[0]
+    several = SamplingParams(temperature=1, seed=3, n=3, max_tokens=25, ignore_eos=True)
+    found = [list(o.token_ids) for o in engine.generate(PROMPTS[:1], several)[0].outputs]
+    whole = models.engine(name, max_num_batched_tokens=2048, enable_prefix_caching=False)
+    assert whole.engine.core.limits.window is None
+    wanted = [list(o.token_ids) for o in whole.generate(PROMPTS[:1], several)[0].outputs]
+    assert found == wanted
+    if native_build().reason is None:
+        assert not [r.getMessage() for r in caplog.records if "op by op" in r.getMessage()]
+    assert any("KV blocks of their own: 14" in r.getMessage() for r in caplog.records)
+
+
+def test_a_conversation_goes_on_behind_its_prefix(models: Models) -> None:
+    engine = models.engine("gemma3_text")
+    first = engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False)[0]
+    longer = [*PROMPTS[0], *first.outputs[0].token_ids, 5, 6, 7]
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    found = engine.generate([longer], sampling, use_tqdm=False)[0]
+    # All but the last block's tokens, and the newest, which was never computed.
+    assert found.num_cached_tokens == 96
+    fresh = models.engine("gemma3_text", enable_prefix_caching=False)
+    assert generate(fresh, sampling, [longer]) == [list(found.outputs[0].token_ids)]
