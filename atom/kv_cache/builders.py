@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from atom.kv_cache.base import KVCacheBuilder
 from atom.kv_cache.paged import PagedCache
-from atom.kv_cache.windows import WindowMap
 from atom.model_ops.attention.cached_attention import CachedAttention
+
+if TYPE_CHECKING:
+    from atom.kv_cache.windows import WindowMap
 
 
 def attention_layers(model: nn.Module) -> dict[int, CachedAttention]:
