@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from atom.environment import cxx_compiler
 from atom.model_ops.kernels.native import build as build_module
-from atom.model_ops.kernels.native.build import SOURCE_DIR, NativeBuildError, build
+from atom.model_ops.kernels.native.build import SOURCE_DIR, NativeBuildError, build, native_build
 
 
 def assert_sources_parse(compiler: str, arch: str) -> None:
@@ -61,3 +62,10 @@ def test_a_machine_that_no_kernels_are_for(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(build_module.platform, "machine", lambda: "riscv64")
     with pytest.raises(NativeBuildError, match="x86_64, aarch64, arm64, not riscv64"):
         build(tmp_path)
+
+
+def test_they_compile_where_there_is_a_compiler() -> None:
+    """Else their tests would only be skipped."""
+    if not any(map(shutil.which, filter(None, (cxx_compiler(), "g++", "clang++")))):
+        pytest.skip("no C++ compiler")
+    assert native_build().reason is None
