@@ -39,10 +39,11 @@ from atom.model_ops.layer_context import LayerContext
 from atom.platform import cpu_platform
 
 # What llama.cpp's converter permutes: queries and keys of Llama and of what its class inherits.
-_PERMUTED = ("llama", "mixtral", "smollm3", "granite")
+_PERMUTED = ("llama", "mixtral", "smollm3", "granite", "mistral")
 _FILES = {
     "llama": "llama",
     "mixtral": "llama",
+    "mistral": "mistral3",
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3",

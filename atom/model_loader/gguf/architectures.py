@@ -152,6 +152,10 @@ class Architecture:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", "llama", _LLAMA, pairs=True),
+    # Files whose queries are scaled by position (Ministral 3) have a key that is refused.
+    "mistral3": Architecture(
+        "MistralForCausalLM", "mistral", _LLAMA, constants={"sliding_window": None}, pairs=True
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _LLAMA),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
