@@ -97,7 +97,8 @@ class FakeRunner:
 
     def spoil(self, slot: int) -> None:
         self.slots[slot] = self.draft_slots[slot] = "rubbish", ()
-        if slot // self.block_size in self.parts:
+        # Blocks that wait for tokens have no part yet, or that of an earlier owner.
+        if self.windows is not None and self.windows.ref_count(slot // self.block_size):
             self.window_slots[self.window_slot(slot)] = "rubbish", ()
 
     def window_slot(self, slot: int) -> int:
