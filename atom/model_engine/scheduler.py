@@ -39,9 +39,9 @@ from atom.model_engine.scheduling.planned_batch import PlannedBatch
 from atom.model_engine.scheduling.prefix_cache import PrefixCache
 from atom.model_engine.scheduling.scheduler_counts import SchedulerCounts
 from atom.model_engine.scheduling.suspects import Suspects
+from atom.model_engine.scheduling.window_pool import WindowPool
 from atom.model_engine.scheduling.windows import WindowedKVCacheManager, WindowedPrefixCache
 from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus
-from atom.model_engine.window_pool import WindowPool
 
 
 class Scheduler:

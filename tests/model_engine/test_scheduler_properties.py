@@ -36,7 +36,7 @@ from atom.messages import (
 )
 from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.scheduler import Scheduler
-from atom.model_engine.window_pool import WindowPool
+from atom.model_engine.scheduling.window_pool import WindowPool
 from atom.sampling_params import SamplingParams
 
 VOCAB = 12

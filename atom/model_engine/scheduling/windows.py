@@ -12,8 +12,8 @@ from atom.kv_cache.cache_window import CacheWindow
 from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.scheduling.kv_cache_manager import KVCacheManager
 from atom.model_engine.scheduling.prefix_cache import PrefixCache
+from atom.model_engine.scheduling.window_pool import WindowPool
 from atom.model_engine.sequence import Sequence
-from atom.model_engine.window_pool import WindowPool
 
 
 class WindowedPrefixCache(PrefixCache):
