@@ -41,7 +41,8 @@ def _read_keys(paths: Sequence[str]) -> tuple[str, ...]:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise OptionError(f"--api-key-file: cannot read {path}: {reason}") from None
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        stripped = map(str.strip, lines)
+        found = [line for line in stripped if line and not line.startswith("#")]
         if not found:
             raise OptionError(f"--api-key-file: {path} has no key; write one a line")
         keys.extend(found)

@@ -264,6 +264,8 @@ class AdaptiveDrafts:
     ) -> None:
         if len(choices) < 2 or choices[0] != 0 or list(choices) != sorted(set(choices)):
             raise ValueError(f"expected ascending numbers of drafts from 0, got {choices}")
+        if padded and recording is not None:
+            raise ValueError("recorded steps have the shapes that they need: nothing pads them")
         self.is_resting = False
         self._choices, self._padded, self._made = tuple(choices), tuple(padded), made
         fractions = [] if padded else [n for n in _FRACTIONS if n < choices[-1]]

@@ -266,6 +266,16 @@ def test_totals_are_few_until_others_recur() -> None:
     assert fit() == []
 
 
+def test_recorded_steps_are_not_padded() -> None:
+    """A step that is padded, or launched ahead, verifies what was made: nothing may be cut."""
+    with pytest.raises(ValueError, match="nothing pads them"):
+        adaptive((0, 3), padded=(0, 3), recording=lambda: 0.0)
+    policy = adaptive((0, 1, 2, 3), padded=(0, 1, 2, 3))
+    numbers = DraftNumbers(3, 3, 3)
+    assert policy.fit(numbers, [Candidates("eagle3", n) for n in (3, 3, 3, 2)]) == [3, 3, 3, 2]
+    assert resting(policy, 100) == []
+
+
 def test_acceptance_by_position() -> None:
     """Positions that are rarely seen are as the one before; what was not made is not accepted."""
     policy = adaptive((0, 1, 2, 3))
