@@ -40,6 +40,8 @@ class AttentionMetadata:
             `MAX_DECODE_QUERIES` queries exact; None if there are none.
         windowed: the same in the blocks of layers with a sliding window; None where they have no
             blocks of their own. What its tables say of blocks behind the window is anything.
+        state_rows: [B] int64; the rows of the sequences in the pools of recurrent states. Padding
+            has the spare row at their end. None in a draft's steps, which have no states.
     """
 
     slot_mapping: torch.Tensor
@@ -54,6 +56,7 @@ class AttentionMetadata:
     most_context_cpu: tuple[int, ...] | None = None
     padding_lens: torch.Tensor | None = None
     windowed: AttentionMetadata | None = None
+    state_rows: torch.Tensor | None = None
     _derived: dict[Hashable, Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -67,8 +70,20 @@ class AttentionMetadata:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors."""
         tables = self.block_tables, self.block_counts
-        padding = () if self.padding_lens is None else (self.padding_lens,)
-        return self.slot_mapping, *tables, self.context_lens, self.cu_seqlens_q, *padding
+        optional = (t for t in (self.padding_lens, self.state_rows) if t is not None)
+        return self.slot_mapping, *tables, self.context_lens, self.cu_seqlens_q, *optional
+
+    @property
+    def states(self) -> StateMetadata:
+        """What layers with a recurrent state read.
+
+        Raises:
+            ValueError: when the batch has no rows of states.
+        """
+        if self.state_rows is None:
+            raise ValueError("a layer with a recurrent state was called without rows of states")
+        lens = self.context_lens, self.cu_seqlens_q, self.padding_lens, self.query_lens_cpu
+        return StateMetadata(self.state_rows, *lens)
 
     def derive(self, key: Hashable, compute: Callable[[], _T]) -> _T:
         """The result of `compute`, which is called once per key and shared by all layers.
@@ -78,6 +93,40 @@ class AttentionMetadata:
         if key not in self._derived:
             self._derived[key] = compute()
         return cast(_T, self._derived[key])
+
+
+@dataclass(frozen=True)
+class StateMetadata:
+    """Which recurrent states the T tokens of S sequences go on from.
+
+    A pool of states is `[rows, versions, ...]`: what a sequence's state is after its token at
+    position p is version p mod versions of its row. So a sequence whose first token here is at
+    position s > 0 goes on from version (s - 1) mod versions, and one that starts at 0 from zeros,
+    whatever its row holds. A sequence writes the versions of its last tokens, at most as many as
+    there are; tokens that pad write nothing. Versions are one more than the most drafts that a step
+    verifies, so whichever of them are accepted, the next step finds its version.
+
+    Attributes:
+        rows: [S] int64, of the pool; different, but for sequences of padding alone, which all have
+            a spare row that nobody reads.
+        context_lens: [S] int32; tokens of each sequence up to the end of its queries, padding
+            included: its first query is at position `starts` = context_lens - query length.
+        cu_seqlens_q: [S + 1] int32; sequence s has tokens cu_seqlens_q[s] .. cu_seqlens_q[s + 1].
+        padding_lens: [S] int32; tokens at the end of each sequence's queries that only pad a graph.
+            None where there are none.
+        query_lens_cpu: the query lengths on the host, padding included.
+    """
+
+    rows: torch.Tensor
+    context_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    padding_lens: torch.Tensor | None
+    query_lens_cpu: tuple[int, ...]
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """[S] int32, the position of each sequence's first query. Kernels compute it themselves."""
+        return self.context_lens - (self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1])
 
 
 @dataclass(frozen=True)
