@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from atom.model_ops.attention.metadata import SamplingMetadata
+from atom.model_ops.attention.metadata import SamplingMetadata, StateMetadata
 from atom.model_ops.kernels.torch.carried import CarriedInputs, CarriedTokens
 from atom.model_ops.routing import Routing
 
@@ -178,8 +178,41 @@ def _steps() -> list[OpCase]:
     ]
 
 
+def _recurrent() -> list[OpCase]:
+    """Three sequences, of which one begins, and one goes on and has a token of padding."""
+    metadata = StateMetadata(
+        rows=torch.tensor([2, 0, 3]),
+        context_lens=torch.tensor([4, 12, 4], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, 4, 6, 9], dtype=torch.int32),
+        padding_lens=torch.tensor([0, 0, 1], dtype=torch.int32),
+        query_lens_cpu=(4, 2, 3),
+    )
+    heads, sizes = (9, 4), {"num_key_heads": 2, "num_heads": 4, "key_dim": 32, "value_dim": 16}
+    q, k, v = (random(9, n, size, seed=n + i) for i, (n, size) in enumerate(_SIZES_OF_HEADS))
+    beta = torch.rand(*heads)
+    conv = random(9, 48), random(48, 4, seed=1), random(5, 7, 48, seed=2), metadata
+    rules = [
+        (q, k, v, -torch.rand(*heads, n), beta, torch.randn(5, 3, 4, 32, 16), metadata)
+        for n in (1, 32)
+    ]
+    gates = [
+        (random(9, 4, n), random(*heads, seed=1), torch.randn(4), torch.randn(4, n), bound)
+        for n, bound in ((1, None), (32, None), (32, -5.0))
+    ]
+    norm = random(9, 4, 32), random(9, 4, 32, seed=1), random(32, seed=2), 1e-6
+    return [
+        OpCase("causal_conv", conv, {"taps": 4}, tolerance=ROUNDED, writes=True),
+        *(OpCase("delta_gates", args, sizes, tolerance=1e-5) for args in gates),
+        *(OpCase("delta_rule", args, sizes, tolerance=ROUNDED, writes=True) for args in rules),
+        OpCase("gated_rms_norm", (*norm, "silu"), {"size": 32}, tolerance=ROUNDED),
+        OpCase("gated_rms_norm", (*norm, "sigmoid"), {"size": 32}, tolerance=ROUNDED),
+    ]
+
+
+_SIZES_OF_HEADS = (2, 32), (2, 32), (4, 16)
+
 _MAKERS: tuple[Callable[[], list[OpCase]], ...] = (
-    _elementwise, _products, _routings, _sampling, _steps,
+    _elementwise, _products, _routings, _sampling, _steps, _recurrent,
 )  # fmt: skip
 
 
