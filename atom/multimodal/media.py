@@ -1,0 +1,165 @@
+"""Images from what requests and programs give: URLs, bytes, files, arrays and pictures."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from atom.multimodal.fetch import Fetcher
+from atom.multimodal.pixels import as_rgb, decode, format_of_mime
+from atom.multimodal.policy import MediaError, MediaPolicy
+from atom.quoting import quote
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+
+_DATA_HEAD = re.compile(r"data:([a-z0-9.+/-]+);base64", re.IGNORECASE)
+# Of a head that is longer nothing is looked at.
+_MOST_HEAD = 256
+
+
+class MediaLoader:
+    """Reads and decodes images under a policy, in the calling thread.
+
+    Args:
+        fetcher: reads http(s) URLs; one under the same policy when omitted.
+
+    Raises:
+        MediaError: where Pillow is not installed.
+    """
+
+    def __init__(self, policy: MediaPolicy, fetcher: Fetcher | None = None) -> None:
+        try:
+            import PIL  # noqa: F401
+        except ImportError:
+            raise MediaError("images need Pillow: pip install 'atom-llm[images]'") from None
+        self._policy = policy
+        self._fetcher = fetcher or Fetcher(policy)
+
+    def load(self, reference: str | bytes | Path | Image | np.ndarray[Any, Any]) -> Image:
+        """The image, RGB and upright, as transformers' `load_image` gives it.
+
+        Args:
+            reference: a data:, http(s): or file: URL; a file's bytes; or, from a program itself,
+                a path (not bound to the allowed folder), a Pillow image, or an array of uint8,
+                [height, width], [height, width, 3] or [height, width, 4].
+
+        Raises:
+            MediaError: for what is not allowed, too large, damaged or no image.
+        """
+        most = self._policy.max_pixels
+        if isinstance(reference, str):
+            return self._load_url(reference)
+        if isinstance(reference, bytes):
+            return self.decode(reference)
+        if isinstance(reference, Path):
+            return self.decode(self._read_file(reference))
+        from PIL import Image as pillow
+
+        if isinstance(reference, pillow.Image):
+            return as_rgb(reference, most)
+        return as_rgb(_from_array(reference), most)
+
+    def decode(self, data: bytes, mime: str | None = None) -> Image:
+        """The image of a file's bytes, of the type that `mime` says.
+
+        Raises:
+            MediaError: as `load`.
+        """
+        self._check_size(len(data))
+        expected = None if mime is None else format_of_mime(mime)
+        return decode(data, self._policy.max_pixels, expected)
+
+    def decode_base64(self, text: str, mime: str | None = None) -> Image:
+        """The image of a file in base64.
+
+        Raises:
+            MediaError: as `load`, and for what is not base64 to the last character.
+        """
+        if mime is not None:
+            format_of_mime(mime)
+        self._check_size(len(text) * 3 // 4 - 2)
+        try:
+            data = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise MediaError(f"the image's data are not base64: {quote(str(error))}") from None
+        return self.decode(data, mime)
+
+    def _load_url(self, url: str) -> Image:
+        scheme = url[:8].partition(":")[0].lower()
+        if scheme == "data":
+            head, comma, payload = url.partition(",")
+            match = _DATA_HEAD.fullmatch(head[:_MOST_HEAD])
+            if match is None or not comma:
+                raise MediaError(
+                    f"expected data:image/TYPE;base64,DATA, got {quote(url[:_MOST_HEAD])}"
+                )
+            return self.decode_base64(payload, match[1])
+        if scheme in ("http", "https"):
+            return self.decode(self._fetcher.read(url))
+        if scheme == "file":
+            return self.decode(self._read_file(self._allowed_path(url)))
+        raise MediaError(f"expected a data:, https:, http: or file: URL, got {quote(url)}")
+
+    def _allowed_path(self, url: str) -> Path:
+        """The real path of a file: URL.
+
+        Raises:
+            MediaError: for one that is not below the allowed folder.
+        """
+        folder = self._policy.allowed_local_path
+        if folder is None:
+            raise MediaError(
+                "this server reads no files: send a data: URL, or start it with "
+                "--allowed-local-media-path"
+            )
+        try:
+            parts = urlsplit(url)
+            path = Path(unquote(parts.path, errors="strict"))
+            if parts.netloc not in ("", "localhost") or not path.is_absolute():
+                raise ValueError("expected file:///PATH")
+            real = path.resolve()
+        except (ValueError, OSError, RuntimeError) as error:
+            raise MediaError(f"{quote(url)} is not the URL of a file: {error}") from None
+        if not real.is_relative_to(folder):
+            raise MediaError(f"{quote(url)} is not below --allowed-local-media-path of this server")
+        return real
+
+    def _read_file(self, path: Path) -> bytes:
+        try:
+            if not path.is_file():  # a pipe that nobody writes to would hold this thread
+                raise MediaError(f"{quote(str(path))} is not a file")
+            with path.open("rb") as file:
+                data = file.read(self._policy.max_bytes + 1)
+        except OSError as error:
+            raise MediaError(f"{quote(str(path))} cannot be read: {error.strerror}") from None
+        self._check_size(len(data))
+        return data
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._policy.max_bytes:
+            raise MediaError(
+                f"the image has more than the {self._policy.max_bytes} bytes that an image may have"
+            )
+
+
+def _from_array(array: Any) -> Image:
+    import numpy as np
+    from PIL import Image as pillow
+
+    if not isinstance(array, np.ndarray):
+        raise MediaError(
+            f"expected a URL, bytes, a path, a Pillow image or an array, got {type(array).__name__}"
+        )
+    is_shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
+    if array.dtype != np.uint8 or not is_shaped or not array.size:
+        raise MediaError(
+            "expected an array of uint8, [height, width], [height, width, 3] or [height, width, "
+            f"4], got {array.dtype} {list(array.shape)}"
+        )
+    return pillow.fromarray(array)
