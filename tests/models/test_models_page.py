@@ -44,9 +44,11 @@ _NAMES = {
 _DRAFTS = {
     "qwen3": "`AngelSlim/Qwen3-8B_eagle3`",
     "qwen3_moe": "`RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3`, "
+    "`lmsys/SGLang-EAGLE3-Qwen3-30B-A3B-Instruct-2507-SpecForge-Nex`, "
     "`nvidia/Qwen3-235B-A22B-Eagle3`",
     "deepseek_v3": "MTP inside",
-    "gpt_oss": "`nvidia/gpt-oss-120b-Eagle3-v2`, `RedHatAI/gpt-oss-20b-speculator.eagle3`",
+    "gpt_oss": "`nvidia/gpt-oss-120b-Eagle3-v3`, `RedHatAI/gpt-oss-20b-speculator.eagle3`",
+    "gemma3_text": "`witcheer/gemma-3-27b-eagle3-drafter`",
     "minimax_m2": "`thoughtworks/MiniMax-M2.5-Eagle3`",
     "deepseek_v32": "MTP inside",
     "glm4_moe": "MTP inside",

@@ -77,9 +77,11 @@ def draft_tensors(
     generator = torch.Generator().manual_seed(seed)
     size, wide, target = raw["hidden_size"], raw["intermediate_size"], raw.get("target_hidden_size")
     target = target or size
-    num_aux = len(raw.get("eagle_aux_hidden_state_layer_ids", (0, 0, 0)))
+    num_aux = len(raw.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
     shapes = {"fc": (size, num_aux * target), "norm": (size,)}
     shapes |= {f"fc_norm.{i}": (target,) for i in range(num_aux) if raw.get("fc_norm")}
+    if raw.get("norm_before_fc"):
+        shapes["input_norm"] = (num_aux * target,)
     layer = dict.fromkeys(("input_layernorm", "hidden_norm"), (size,))
     layer |= {"post_attention_layernorm": (size,), "mlp.down_proj": (size, wide)}
     layer |= {"mlp.gate_proj": (wide, size), "mlp.up_proj": (wide, size)}
@@ -120,8 +122,6 @@ def parallel_tensors(raw: dict[str, Any]) -> dict[str, torch.Tensor]:
             if any(f".{part}_proj." in name for part in "qkv"):
                 shape[1] = size
             shapes[name.replace("midlayer", f"layers.{i}")] = tuple(shape)
-    if raw.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (wide,)
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
         tensors[name] = noise * 0.3 + 1 if "norm" in name else noise * 0.2

@@ -33,7 +33,10 @@ class ReferenceDraft:
     def fuse(self, aux: list[torch.Tensor]) -> torch.Tensor:
         if self.raw.get("fc_norm"):
             aux = [self.norm(a, f"fc_norm.{i}") for i, a in enumerate(aux)]
-        return torch.cat(aux, -1) @ self.tensors["fc.weight"].T
+        states = torch.cat(aux, -1)
+        if self.raw.get("norm_before_fc"):
+            states = self.norm(states, "input_norm")
+        return states @ self.tensors["fc.weight"].T
 
     def forward(
         self, next_tokens: torch.Tensor, hidden: torch.Tensor

@@ -50,6 +50,7 @@ MHA_VARIANTS: dict[str, dict[str, Any]] = {
     "odd head size": {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 14},
     "fc_norm": {"fc_norm": True},
     "norm_output": {"norm_output": True},
+    "norm_before_fc": {"norm_before_fc": True},
     "eagle 3.1": {"fc_norm": True, "norm_output": True},
     "norm_before_residual": {"norm_before_residual": True},
     "3.1 in eagle_config": {

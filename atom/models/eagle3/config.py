@@ -30,7 +30,8 @@ class Eagle3Config(DraftFields, frozen=True, kw_only=True):
     Attributes:
         norm_before_residual: the residual is the hidden state after `hidden_norm`, not before.
         fc_norm: each target hidden state has its own norm before `fc` (Eagle 3.1).
-        norm_output: the next draft step reads the normalised output (Eagle 3.1).
+        norm_output: the next draft step reads the normalised output (Eagle 3.1); TensorRT-LLM's
+            name of it is `return_hidden_post_norm`.
         norm_before_fc: the hidden states, side by side, have one norm before `fc`.
         mask_token_id: None for a draft that makes one draft after the other.
     """
@@ -44,6 +45,7 @@ class Eagle3Config(DraftFields, frozen=True, kw_only=True):
     routed_scaling_factor scoring_func topk_group topk_method aux_loss_alpha seq_aux ep_size
     router_aux_loss_coef qk_head_dim block_size
     next_layer_regular parallel_draft_heads_num_layers has_lm_head reuse_target_lm_head
+    return_hidden_post_norm
     """
 
     norm_before_residual: bool = False
@@ -82,9 +84,8 @@ class Eagle3Config(DraftFields, frozen=True, kw_only=True):
                 raise ValueError(
                     "there is no mask token: mask_token_id or a name for it is missing"
                 )
-        elif self.parallel_drafting or (self.norm_before_fc and name not in _SPECULATORS):
-            stated = "parallel_drafting" if self.parallel_drafting else "norm_before_fc"
-            raise ValueError(f"{stated}=True is not supported for a {name}")
+        elif self.parallel_drafting:
+            raise ValueError(f"parallel_drafting=True is not supported for a {name}")
         elif self.num_hidden_layers != 1:
             raise ValueError(
                 f"num_hidden_layers={self.num_hidden_layers} is not supported; a {name} has one "
@@ -139,6 +140,8 @@ class Eagle3Config(DraftFields, frozen=True, kw_only=True):
         super().complete(flat)
         name = flat["architectures"][0]
         flat["(kind)"] = "eagle3"
+        if "return_hidden_post_norm" in flat:
+            flat.setdefault("norm_output", flat["return_hidden_post_norm"])
         if name not in _PARALLEL:
             flat.pop("mask_token_id", None)
             if name not in _SPECULATORS:
