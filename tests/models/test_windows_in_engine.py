@@ -6,14 +6,19 @@ What they do not hold is NaN, so that nobody can read it unnoticed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from distributed.coupled import add, coupled_config, on_coupled, serve
+from graphs.pretended_graphs import pretend_kernels
+from graphs.test_graphs_in_engine import CountingBackend
 from models.checkpoints import Checkpoint, prompt
 from models.families import write_family
+from ranks import engines_of_threads
 from spec_decode import engines
 from spec_decode.engines import create_engine, generate
 from transformers import PreTrainedTokenizerFast
@@ -22,7 +27,9 @@ from atom import SamplingParams
 from atom.entrypoints.llm import LLM
 from atom.kv_cache.base import KVCachePlan
 from atom.kv_cache.builders import attention_layers
+from atom.model_engine.executor import RanksExecutor
 from atom.model_engine.start_up import kv_memory
+from atom.model_engine.step import planned_graphs
 from atom.model_ops.attention.mha import Attention
 from atom.model_ops.kernels.native.build import native_build
 
@@ -74,9 +81,10 @@ def spoil_free_blocks(engine: LLM) -> Callable[[], int]:
     """Fill what nobody holds with NaN after each step -> the most blocks that were ever held."""
     core: Any = engine.engine.core
     windows, step = core._scheduler._windows, core.step
+    worker = core.executor._worker if isinstance(core.executor, RanksExecutor) else core.executor
     caches = [
         layer.kv_cache
-        for layer in attention_layers(core.executor.parts.model).values()
+        for layer in attention_layers(worker.parts.model).values()
         if isinstance(layer, Attention) and layer.window is not None
     ]
     assert windows is not None
@@ -98,7 +106,11 @@ def spoil_free_blocks(engine: LLM) -> Callable[[], int]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "how", ["alone", "draft", "op by op", "by torch", "overlapped", "overlapped draft"]
+    "how",
+    [
+        *("alone", "draft", "op by op", "by torch", "overlapped", "overlapped draft"),
+        *("graphs overlapped draft", "ranks overlapped draft"),
+    ],
 )
 def test_blocks_behind_the_window_are_not_read(
     models: Models, name: str, how: str, monkeypatch: pytest.MonkeyPatch
@@ -113,11 +125,21 @@ def test_blocks_behind_the_window_are_not_read(
             monkeypatch.setenv(f"ATOM_OP_{op}", "torch")
     if "overlapped" in how:
         options["overlap"] = True
-    engine = models.engine(name, **options)
+    backend = CountingBackend()
+    with ExitStack() as stack:
+        if "graphs" in how:  # whose padding the C++ kernels cannot be told of
+            pretend_kernels(monkeypatch)
+            patch = stack.enter_context(monkeypatch.context())
+            patch.setattr(planned_graphs, "capture_backend", lambda _: backend)
+        if "ranks" in how:
+            stack.enter_context(engines_of_threads())
+            options["tensor_parallel_size"] = 2
+        engine = models.engine(name, **options)
     most = spoil_free_blocks(engine)
     assert generate(engine, GREEDY, PROMPTS) == models.expected(name)
     # 8 of a window and a part of the steps' tokens each; the contexts have 25 + 9 + 18.
     assert most() <= 3 * 4 + 9
+    assert ("graphs" in how) == (backend.replays["GraphKey"] > 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,3 +178,21 @@ def test_a_conversation_goes_on_behind_its_prefix(models: Models) -> None:
     assert found.num_cached_tokens == 96
     fresh = models.engine("gemma3_text", enable_prefix_caching=False)
     assert generate(fresh, sampling, [longer]) == [list(found.outputs[0].token_ids)]
+
+
+def test_engines_that_share_experts(models: Models) -> None:
+    """One has no requests at first, and computes padding beside the other's; then it has all."""
+    name = "gpt_oss"
+    folder, expected = models.checkpoint(name).folder, models.expected(name)
+    options = {"max_num_batched_tokens": 16, "enable_prefix_caching": False}
+
+    def use(index: int, core: Any) -> list[list[int]]:
+        assert core.limits.window is not None
+        if index == 0:
+            add(core, PROMPTS, GREEDY)
+        first = serve(core)
+        if index == 1:
+            add(core, PROMPTS, GREEDY)
+        return first + serve(core)
+
+    assert on_coupled(coupled_config(folder, 2, **options), use) == [expected, expected]
