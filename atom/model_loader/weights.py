@@ -2,8 +2,9 @@
 
 Placement is decided and checked from the file headers, before weights are read. Then threads copy
 small groups of tensors. Each group maps its bytes of the file and unmaps them when done, so that
-file pages and copies are never all in memory at once. A mapped tensor is read only where a layer
-copies from it: a rank reads its part. A layer is converted as soon as its last tensor was copied.
+file pages and copies are never all in memory at once; what a layer keeps as it is in a converted
+file stays mapped instead (`mapped_weights`). A mapped tensor is read only where a layer copies from
+it: a rank reads its part. A layer is converted as soon as its last tensor was copied.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
@@ -27,7 +28,9 @@ from tqdm import tqdm
 from atom.config import ModelOptions
 from atom.model_loader.checkpoint import list_adapters, list_tensors
 from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.gguf.cache import is_in_use
 from atom.model_loader.layers import LayerQueue
+from atom.model_loader.mapped_weights import map_parameters
 from atom.model_loader.placement import Placement, Target, find_targets, place_tensors, raise_if_any
 from atom.model_loader.quantization import on_platform
 from atom.model_loader.safetensors_reader import WeightFile
@@ -230,6 +233,7 @@ def _copy_all(
     total = sum(placement.tensor.num_bytes for placement in placements)
     num_threads = min(_MAX_THREADS, default_num_threads())
     what = f"Loading {source.name}"
+    is_cached = is_in_use(source.path)
     with (
         ReadAhead([path for path, _ in by_file], enabled=read_ahead) as ahead,
         single_threaded_pool(num_threads) as pool,
@@ -240,7 +244,8 @@ def _copy_all(
             with WeightFile(path) as file:
                 try:
                     errors = []
-                    for result in _copied(pool, file, of_file, layers, bar):
+                    mapped = map_parameters(file, of_file) if is_cached else set()
+                    for result in _copied(pool, file, of_file, layers, bar, mapped):
                         errors += result
                         errors += layers.convert_loaded()
                     _raise_wrong(errors, source)
@@ -250,9 +255,14 @@ def _copy_all(
 
 
 def _copied(
-    pool: Executor, file: WeightFile, placements: list[Placement], layers: LayerQueue, bar: tqdm
+    pool: Executor,
+    file: WeightFile,
+    placements: list[Placement],
+    layers: LayerQueue,
+    bar: tqdm,
+    mapped: Set[str],
 ) -> Iterator[list[str]]:
-    """Copy a file's tensors, group by group -> the errors of each.
+    """Copy a file's tensors but for those that are mapped, group by group -> the errors of each.
 
     A group counts as in flight until the caller asks for the next, so that layers which wait to be
     converted stay few.
@@ -266,7 +276,7 @@ def _copied(
             yield future.result()
             in_flight -= size
             bar.update(size)
-        copying.append((num_bytes, pool.submit(_copy_group, file, group, layers)))
+        copying.append((num_bytes, pool.submit(_copy_group, file, group, layers, mapped)))
         in_flight += num_bytes
     for size, future in copying:
         yield future.result()
@@ -294,12 +304,17 @@ def _groups(placements: list[Placement]) -> Iterator[list[Placement]]:
 
 
 @torch.no_grad()
-def _copy_group(file: WeightFile, group: list[Placement], layers: LayerQueue) -> list[str]:
-    """Copy tensors of one file; returns the errors of those that do not fit."""
+def _copy_group(
+    file: WeightFile, group: list[Placement], layers: LayerQueue, mapped: Set[str]
+) -> list[str]:
+    """Copy tensors of one file, but for those that are mapped; returns the errors of those that do
+    not fit.
+    """
     errors = []
     for placement, values in zip(group, file.map([p.tensor for p in group]), strict=True):
         try:
-            placement.copy(values)
+            if placement.tensor.name not in mapped:
+                placement.copy(values)
         except ValueError as error:
             errors.append(f"{placement.tensor.name}: {error}")
         else:

@@ -87,6 +87,13 @@ class StackedMatrix(nn.Module):
         else:
             raise ValueError(f"it consists of {', '.join(self.storage.stored)}, not {name}")
 
+    def stored_in(self, name: str) -> tuple[str | None, ...]:
+        """The matrices whose tensors `name`, one behind another, are the parameter bit by bit; none
+        where it is made of them otherwise.
+        """
+        is_bias = name == "bias" and "bias" not in self.storage.stored
+        return () if is_bias or not self.storage.is_as_stored(name) else tuple(self.parts)
+
     def _load_stacked(self, name: str, tensor: torch.Tensor) -> None:
         """Load each matrix' part of one tensor of all."""
         try:

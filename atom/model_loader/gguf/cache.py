@@ -21,7 +21,7 @@ from atom.model_loader.gguf.split import split_paths
 logger = logging.getLogger(__name__)
 
 # Part of each folder's name; increase it when the conversion changes.
-CONVERTER_VERSION = 5
+CONVERTER_VERSION = 6
 _HASHED_BYTES = 1 << 20
 # Locks on the folders that this process uses; the kernel lets go of them when it ends.
 _in_use: dict[Path, int] = {}
@@ -96,6 +96,11 @@ def use(folder: Path) -> None:
         _in_use[folder] = descriptor
     if folder.is_dir():
         os.utime(folder)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether this process keeps the folder: its files stay as they are."""
+    return folder in _in_use
 
 
 def make_room(cache: Path, needed: int, limit: int) -> None:

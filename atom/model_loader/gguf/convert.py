@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import shutil
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -41,8 +43,9 @@ from atom.model_loader.gguf.tensors import (
 )
 from atom.model_loader.gguf.tokenizer import write_tokenizer
 from atom.model_loader.safetensors_writer import TensorSpec, write_checkpoint
-from atom.model_loader.threads import one_torch_thread
+from atom.model_loader.threads import single_threaded_pool
 from atom.model_ops.quant.formats.gguf import TYPES, config_of, stored_tensors
+from atom.platform import default_num_threads
 
 # Which matrices of a GGUF file keep their blocks, and why others become plain numbers.
 
@@ -79,7 +82,10 @@ def choose_kept(tensors: Sequence[ConvertedTensor]) -> KeptBlocks:
 logger = logging.getLogger(__name__)
 
 _MAX_SHARD_BYTES = 4 * 1000**3
+# Matrices that layers stack.
+_STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _SPARE_BYTES = 64 * 1000**2
+_MAX_THREADS = 8
 
 
 def converted_folder(
@@ -177,6 +183,7 @@ def _write_folder(
     if kept.types:
         config["quantization_config"] = config_of(kept.types, kept.dequantised)
     written = [each for tensor in tensors for each in _written(tensor, kept, dtype)]
+    written.sort(key=partial(_place, {each.spec.name: i for i, each in enumerate(written)}))
     needed = sum(each.spec.num_bytes for each in written) + _SPARE_BYTES
     make_room(folder.parent, needed, cache_limit())
     free = shutil.disk_usage(folder).free
@@ -187,6 +194,18 @@ def _write_folder(
     if with_tokenizer:
         write_tokenizer(file, folder)
     _write_weights(file, written, folder)
+
+
+def _place(order: Mapping[str, int], written: _Written) -> tuple[int, str, int]:
+    """Where a tensor lies: behind those that layers stack above it, so that one map has them."""
+    name = written.spec.name
+    match = re.fullmatch(rf"(.*\.)({'|'.join(chain(*_STACKED))})(\..*)", name)
+    if match is None:
+        return order[name], "", 0
+    prefix, module, part = match.groups()
+    stack = next(names for names in _STACKED if module in names)
+    first = min(order.get(prefix + other + ".weight", len(order)) for other in stack)
+    return first, part, stack.index(module)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
@@ -221,7 +240,7 @@ def _write_weights(file: GGUFFile, written: Sequence[_Written], folder: Path) ->
     by_name = {each.spec.name: each for each in written}
     specs = [each.spec for each in written]
     with (
-        one_torch_thread(),
+        single_threaded_pool(min(_MAX_THREADS, default_num_threads())) as pool,
         tqdm(
             total=sum(spec.num_bytes for spec in specs),
             unit="B",
@@ -234,6 +253,7 @@ def _write_weights(file: GGUFFile, written: Sequence[_Written], folder: Path) ->
         def read(spec: TensorSpec) -> Iterator[torch.Tensor]:
             for piece in by_name[spec.name].read():
                 yield piece
-                bar.update(piece.nbytes)
+                with bar.get_lock():
+                    bar.update(piece.nbytes)
 
-        write_checkpoint(folder, specs, read, _MAX_SHARD_BYTES)
+        write_checkpoint(folder, specs, read, _MAX_SHARD_BYTES, pool)

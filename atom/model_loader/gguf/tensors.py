@@ -236,8 +236,17 @@ def read_values(tensor: ConvertedTensor, dtype: torch.dtype) -> Iterator[torch.T
         yield _narrowed(_up_projection(tensor.source, tensor.beside), dtype, name)
         return
     for raw in _read_rows(tensor):
-        values = torch.from_numpy(dequantize(raw, tensor.source.kind))
-        yield _narrowed(values - tensor.subtracted if tensor.subtracted else values, dtype, name)
+        values = _values_of(raw, tensor.source.kind)
+        if tensor.subtracted:
+            values = values.float() - tensor.subtracted
+        yield _narrowed(values, dtype, name)
+
+
+def _values_of(raw: np.ndarray, kind: GGMLQuantizationType) -> torch.Tensor:
+    """Bytes of rows -> [rows, columns], as they are stored if they are plain numbers."""
+    if (dtype := _FLOAT_KINDS.get(kind)) is not None:
+        return torch.from_numpy(raw).view(dtype)
+    return torch.from_numpy(dequantize(raw, kind))
 
 
 def _up_projection(keys: GGUFTensor, values: GGUFTensor) -> torch.Tensor:
@@ -248,7 +257,7 @@ def _up_projection(keys: GGUFTensor, values: GGUFTensor) -> torch.Tensor:
 
 def _all_values(tensor: GGUFTensor) -> torch.Tensor:
     rows = np.concatenate(list(_read_rows(ConvertedTensor(tensor.name, tensor, None))))
-    return torch.from_numpy(dequantize(rows, tensor.kind)).view(tensor.shape)
+    return _values_of(rows, tensor.kind).view(tensor.shape)
 
 
 def read_blocks(tensor: ConvertedTensor, part: str) -> Iterator[torch.Tensor]:

@@ -195,6 +195,20 @@ class MatrixStorage:
         else:
             self._load_all(name, tensor, part, expert)
 
+    def is_as_stored(self, name: str) -> bool:
+        """Whether a parameter is the matrices' tensors of its name, one above the other, as they
+        are, but for their dtype.
+        """
+        stored = self.stored[name]
+        cuts = (cut for part in self._parts for cut in (part.rows, part.columns))
+        return (
+            (self._method is None or type(self._method).read is QuantMethod.read)
+            and not (self._experts or self._cuts_blocks or stored.is_derived or stored.is_optional)
+            and stored.holds in ("codes", "numbers")
+            and any(axis.of == "out" for axis in stored.axes[:1])
+            and all(cut.size == cut.total for cut in cuts)
+        )
+
     def unstacked(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
         """What each matrix has of a tensor of all of them, one above the other.
 
