@@ -1,11 +1,18 @@
-"""Mistral and Ministral: Llama whose layers may attend to a window."""
+"""Mistral and Ministral: Llama whose layers may have windows, or scale queries by position."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
+from atom.config import ConfigError
+from atom.model_ops.attention.metadata import AttentionMetadata
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.quant.rounding import Rows
+from atom.model_ops.rotary import RotaryEmbedding
 from atom.models.layers.windows import window_of_type
-from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
+from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -54,3 +61,69 @@ class MinistralForCausalLM(LlamaForCausalLM):
     """Source of names and computation: transformers' `ministral`."""
 
     layer_class = MinistralDecoderLayer
+
+
+class PlacedRotary(RotaryEmbedding):
+    """With the factor of queries at each position p: 1 + beta ln(1 + floor(p / original context)).
+
+    Attributes:
+        query_factors: [positions] float32.
+
+    Raises:
+        ConfigError: without beta (`llama_4_scaling_beta`) or the original context.
+    """
+
+    query_factors: torch.Tensor
+
+    def __init__(self, config: PretrainedConfig, head_dim: int, context: LayerContext) -> None:
+        super().__init__(config, head_dim, context)
+        names = ("llama_4_scaling_beta", "original_max_position_embeddings")
+        given = [config.rope_parameters.get(name) for name in names]
+        if None in given:
+            raise ConfigError(
+                f"{config.model_type} without {names[given.index(None)]} in rope_parameters: "
+                f"queries are scaled by it"
+            )
+        beta, original = given
+        factors = torch.ones(context.max_model_len, device=context.device)
+        if context.device.type != "meta":
+            positions = torch.arange(context.max_model_len, device=context.device)
+            factors += beta * torch.log1p(torch.floor(positions / original))
+        self.register_buffer("query_factors", factors, persistent=False)
+
+
+class Ministral3Attention(MistralAttention):
+    """Its queries grow with their position."""
+
+    def __init__(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> None:
+        super().__init__(config, layer_id, context, prefix)
+        self._scale_by_position = context.ops.resolve("scale_by_position", context.dtype)
+
+    def forward(
+        self,
+        x: Rows,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        """A rotation keeps factors, so they may come before it."""
+        assert isinstance(rotary, PlacedRotary)
+        q, k, v = self.qkv_proj.split(self.qkv_proj(x))
+        q = self._scale_by_position(q, positions, rotary.query_factors)
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v, positions, metadata, rotary))
+        return out
+
+
+class Ministral3DecoderLayer(LlamaDecoderLayer):
+    attention_class = Ministral3Attention
+
+
+class Ministral3ForCausalLM(LlamaForCausalLM):
+    """Source of names and computation: transformers' `ministral3`."""
+
+    layer_class = Ministral3DecoderLayer
+
+    def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
+        return PlacedRotary(config, head_size(config), context)

@@ -48,6 +48,7 @@ _MODELS = {
     "Qwen3MoeForCausalLM": _Model("qwen3_moe", "Qwen3MoeForCausalLM", ("qwen3_moe",)),
     "MistralForCausalLM": _Model("mistral", "MistralForCausalLM", ("mistral",)),
     "MinistralForCausalLM": _Model("mistral", "MinistralForCausalLM", ("ministral",)),
+    "Ministral3ForCausalLM": _Model("mistral", "Ministral3ForCausalLM", ("ministral3",)),
     "MixtralForCausalLM": _Model("mixtral", "MixtralForCausalLM", ("mixtral",)),
     "SmolLM3ForCausalLM": _Model("smollm3", "SmolLM3ForCausalLM", ("smollm3",)),
     "Olmo2ForCausalLM": _Model("olmo2", "Olmo2ForCausalLM", ("olmo2",)),

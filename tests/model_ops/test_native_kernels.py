@@ -241,6 +241,22 @@ def test_gelu_and_factors(dtype: torch.dtype, size: int) -> None:
         assert_near(x, exact, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_factors_of_positions(dtype: torch.dtype) -> None:
+    """Of a part of a wider product, whose rest stays."""
+    product = random(5, 7, 24, dtype=dtype)
+    x, rest = product[:, :4], product[:, 4:].clone()
+    positions, factors = torch.tensor([3, 0, 9, 9, 1]), random(10, seed=1)
+    exact = x.double() * factors[positions][:, None, None]
+    assert elementwise.scale_by_position(x, positions, factors) is x
+    assert_near(x, exact, dtype)
+    assert torch.equal(product[:, 4:], rest)
+    with pytest.raises(IndexError, match="position 9 has no factor; there are 9"):
+        elementwise.scale_by_position(x, positions, factors[:9])
+    with pytest.raises(ValueError, match=r"scale_by_position .* positions \[4\]"):
+        elementwise.scale_by_position(x, positions[:4], factors)
+
+
 def test_gelu_of_extreme_gates() -> None:
     gates = torch.tensor([-1e4, -90.0, -20.0, -6.0, -1e-4, 0.0, 6.0, 90.0, 1e4, float("nan")])
     x = torch.cat((gates, torch.ones_like(gates)))[None]

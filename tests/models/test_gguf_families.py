@@ -39,11 +39,12 @@ from atom.model_ops.layer_context import LayerContext
 from atom.platform import cpu_platform
 
 # What llama.cpp's converter permutes: queries and keys of Llama and of what its class inherits.
-_PERMUTED = ("llama", "mixtral", "smollm3", "granite", "mistral")
+_PERMUTED = ("llama", "mixtral", "smollm3", "granite", "mistral", "ministral3")
 _FILES = {
     "llama": "llama",
     "mixtral": "llama",
     "mistral": "mistral3",
+    "ministral3": "mistral3",
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3",
@@ -292,8 +293,12 @@ def write_file(
         original = rope["original_max_position_embeddings"]
         writer.add_uint32(f"{name}.rope.scaling.original_context_length", original)
         if "mscale_all_dim" in rope:
-            multiplier = 0.1 * rope["mscale_all_dim"]
+            multiplier = rope["mscale_all_dim"] * (0.1 if name == "deepseek2" else 1.0)
             writer.add_float32(f"{name}.rope.scaling.yarn_log_multiplier", multiplier)
+    if "llama_4_scaling_beta" in rope:
+        writer.add_float32(f"{name}.attention.temperature_scale", rope["llama_4_scaling_beta"])
+        for key in ("beta_fast", "beta_slow"):
+            writer.add_float32(f"{name}.rope.scaling.yarn_{key}", rope[key])
     if any("correction_bias" in module for module in checkpoint.reference.state_dict()):
         writer.add_uint32(f"{name}.expert_gating_func", gating)
     if prediction:

@@ -21,6 +21,7 @@ _NAMES = {
     "qwen3_moe": "Qwen3-MoE",
     "mistral": "Mistral",
     "ministral": "Ministral",
+    "ministral3": "Ministral 3, as a text model",
     "mixtral": "Mixtral",
     "smollm3": "SmolLM3",
     "olmo2": "OLMo 2",

@@ -86,7 +86,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mellum": {},
     "minicpm3": MLA,
     "minimax_m3_vl_text": {},
-    "ministral3": {},
     "modernbert-decoder": {},
     "moshi": {},
     "nanochat": {},

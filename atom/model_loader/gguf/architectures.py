@@ -16,6 +16,8 @@ from atom.model_loader.gguf.file import GGUFFile
 UP_KEYS, UP_VALUES = "self_attn.kv_b_proj.keys", "self_attn.kv_b_proj.values"
 # `expert_gating_func`
 SOFTMAX, SIGMOID = 1, 2
+# The factor of queries by position.
+TEMPERATURE = "attention.temperature_scale"
 
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
@@ -134,6 +136,7 @@ class Architecture:
     is_latent: whether keys and values are projected up from latents.
     rounds_yarn: whether YaRN's range of scaled frequencies ends at whole numbers.
     adds_one: whether norms in the file have the 1 that the checkpoint's are without.
+    scales_queries: whether queries are scaled by position.
     """
 
     model_class: str
@@ -148,11 +151,11 @@ class Architecture:
     is_latent: bool = False
     rounds_yarn: bool = True
     adds_one: bool = False
+    scales_queries: bool = False
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", "llama", _LLAMA, pairs=True),
-    # Files whose queries are scaled by position (Ministral 3) have a key that is refused.
     "mistral3": Architecture(
         "MistralForCausalLM", "mistral", _LLAMA, constants={"sliding_window": None}, pairs=True
     ),
@@ -327,6 +330,12 @@ _WITH_EXPERTS: Mapping[str, Architecture] = {
     ),
 }
 
+# Ministral 3's are Mistral's with a factor for queries.
+_WITH_TEMPERATURE: Mapping[str, Architecture] = {
+    "mistral3": Architecture(
+        "Ministral3ForCausalLM", "ministral3", _LLAMA, pairs=True, scales_queries=True
+    ),
+}
 # DeepSeek-V3's are V2's with a bias of the choice of experts; so are Kimi-K2's and GLM-4.7-Flash's.
 _WITH_BIAS: Mapping[str, Architecture] = {
     "deepseek2": replace(
@@ -347,12 +356,14 @@ def architecture_of(file: GGUFFile) -> Architecture:
         return _WITH_BIAS[name]
     if name in _WITH_EXPERTS and file.metadata.get(f"{name}.expert_count", int, 0):
         return _WITH_EXPERTS[name]
+    if name in _WITH_TEMPERATURE and f"{name}.{TEMPERATURE}" in file.metadata:
+        return _WITH_TEMPERATURE[name]
     return ARCHITECTURES[name]
 
 
 def _names_by_type() -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
-    for table in (ARCHITECTURES, _WITH_EXPERTS, _WITH_BIAS):
+    for table in (ARCHITECTURES, _WITH_EXPERTS, _WITH_TEMPERATURE, _WITH_BIAS):
         for name, architecture in table.items():
             found[architecture.model_type] = (*found.get(architecture.model_type, ()), name)
     return {**found, "glm4_moe_lite": found["deepseek_v3"]}

@@ -15,7 +15,12 @@ from gguf.constants import GGMLQuantizationType
 
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
-from atom.model_loader.gguf.architectures import ARCHITECTURES, Architecture, architecture_of
+from atom.model_loader.gguf.architectures import (
+    ARCHITECTURES,
+    TEMPERATURE,
+    Architecture,
+    architecture_of,
+)
 from atom.model_loader.gguf.file import GGUFFile
 from atom.models.config.check import check_config
 
@@ -45,14 +50,13 @@ _KNOWN_KEYS = {
     "vocab_size",
     "tensor_data_layout",
 }
-# Those of latent attention and its scaling.
-_LATENT_KEYS = {
-    "attention.key_length_mla",
-    "attention.value_length_mla",
+_YARN_KEYS = {
     "rope.scaling.yarn_log_multiplier",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
 }
+# Those of latent attention and its scaling.
+_LATENT_KEYS = {"attention.key_length_mla", "attention.value_length_mla", *_YARN_KEYS}
 _GATING = "expert_gating_func"
 # Keys that are accepted only with the value 0.
 _ZERO_KEYS = {"pooling_type", "expert_count", "expert_used_count", "attention.sliding_window"}
@@ -93,6 +97,8 @@ def check_architecture(file: GGUFFile) -> None:
     known = _KNOWN_KEYS | {key for key, _ in entry.fields.values()}
     if entry.is_latent:
         known |= _LATENT_KEYS
+    if entry.scales_queries:
+        known |= {TEMPERATURE, *_YARN_KEYS}
     if file.metadata.get(prefix + _GATING, int, entry.gating) == entry.gating:
         known.add(_GATING)
     keys = [k.removeprefix(prefix) for k in file.metadata if k.startswith(prefix)]
@@ -303,15 +309,19 @@ def _scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
         )
         if not architecture_of(file).rounds_yarn:
             parameters["truncate"] = False
-    if architecture_of(file).is_latent:
-        parameters |= _latent_scaling(file)
+    architecture = architecture_of(file)
+    if architecture.is_latent:
+        # A tenth of `mscale_all_dim`, which is `mscale` in every published configuration.
+        parameters |= _yarn_additions(file, 10)
+    if architecture.scales_queries:
+        parameters |= _yarn_additions(file, 1)
+        temperature = metadata.require(f"{file.architecture}.{TEMPERATURE}", float)
+        parameters["llama_4_scaling_beta"] = temperature
     return parameters
 
 
-def _latent_scaling(file: GGUFFile) -> dict[str, float]:
-    """DeepSeek's additions to YaRN. `yarn_log_multiplier` is a tenth of `mscale_all_dim`, and that
-    is `mscale` in every published configuration.
-    """
+def _yarn_additions(file: GGUFFile, unit: int) -> dict[str, float]:
+    """Those of DeepSeek and Ministral 3; `yarn_log_multiplier` times `unit` is both mscales."""
     own = f"{file.architecture}.rope.scaling.yarn_"
     metadata = file.metadata
     found = {
@@ -320,7 +330,7 @@ def _latent_scaling(file: GGUFFile) -> dict[str, float]:
         if own + name in metadata
     }
     if (multiplier := metadata.get(own + "log_multiplier", float)) is not None:
-        found["mscale"] = found["mscale_all_dim"] = round(multiplier * 10, 6)
+        found["mscale"] = found["mscale_all_dim"] = round(multiplier * unit, 6)
     return found
 
 

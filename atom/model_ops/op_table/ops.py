@@ -171,6 +171,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("native.elementwise:mul_sigmoid"),
         invariant("torch.elementwise:mul_sigmoid"),
     ),
+    "scale_by_position": (
+        invariant("native.elementwise:scale_by_position"),
+        invariant("torch.elementwise:scale_by_position"),
+    ),
     "add": (
         invariant("native.elementwise:add"),
         invariant("torch.elementwise:add"),

@@ -67,7 +67,7 @@ _ROPE_POSITIVE = (
     "beta_slow",
     "attention_factor",
 )
-_ROPE_NOT_NEGATIVE = ("mscale", "mscale_all_dim")
+_ROPE_NOT_NEGATIVE = ("mscale", "mscale_all_dim", "llama_4_scaling_beta")
 # Limit that excludes infinity and absurd numbers.
 _LARGEST = 1e18
 # In tokens; 0 and -1 mean "off".

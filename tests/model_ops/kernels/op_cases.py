@@ -79,6 +79,12 @@ def _elementwise() -> list[OpCase]:
         OpCase("scale", (x, 0.3), tolerance=ROUNDED, writes=True),
         OpCase("softcap", (x, 0.7), tolerance=2 * ROUNDED, writes=True),
         OpCase("mul_sigmoid", (x, random(5, 1, seed=6)), tolerance=2 * ROUNDED, writes=True),
+        OpCase(
+            "scale_by_position",
+            (random(5, 4, 128), integers(40, 5), random(40, seed=7).float()),
+            tolerance=ROUNDED,
+            writes=True,
+        ),
         OpCase("sigmoid", (random(7).float(),), dtype=torch.float32, tolerance=1e-6),
         OpCase("rope", turned, {"head_dim": 128}, tolerance=ROUNDED),
     ]

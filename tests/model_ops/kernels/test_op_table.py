@@ -138,7 +138,7 @@ def test_each_op_has_a_batch_invariant_implementation_on_a_gpu(platform: Platfor
     assert computed_by_torch == {
         *("all_reduce", "all_reduce_add_rms_norm", "add", "sigmoid", "embedding"),
         *("gelu_and_mul", "scale", "softcap", "mul_sigmoid", "layer_norm", "window_places"),
-        "mla_write_and_decode",
+        *("mla_write_and_decode", "scale_by_position"),
         *("causal_conv", "delta_gates", "delta_rule", "gated_rms_norm"),
     }
 

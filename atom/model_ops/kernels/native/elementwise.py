@@ -19,6 +19,7 @@ _add = Kernels("add", "2P2q")
 _scale = Kernels("scale", "1P1qdq")
 _softcap = Kernels("softcap", "1P1qdq")
 _mul_sigmoid = Kernels("mul_sigmoid", "2P3q")
+_scale_by_position = Kernels("scale_by_position", "3P5q")
 _rope = Kernels("rope", "6P12q")
 
 
@@ -138,6 +139,37 @@ def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     if not is_whole or gate.shape != (rows, 1) or gate.dtype is not x.dtype:
         raise mismatch("mul_sigmoid", x=x, gate=gate)
     _mul_sigmoid(x.dtype, x.data_ptr(), gate.data_ptr(), rows, size, num_threads())
+    return x
+
+
+def scale_by_position(
+    x: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor
+) -> torch.Tensor:
+    """x [T, heads, d] * factors[positions] in the memory of x, which is returned.
+
+    Args:
+        positions: [T] int64.
+        factors: [P] float32, of each position.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: for a position without a factor.
+    """
+    rows, heads, size = x.shape
+    if (
+        positions.shape != (rows,)
+        or positions.dtype is not torch.int64
+        or factors.dtype is not torch.float32
+        or not (positions.is_contiguous() and factors.is_contiguous())
+        or x.stride()[1:] != (size, 1)
+    ):
+        raise mismatch("scale_by_position", x=x, positions=positions, factors=factors)
+    pointers = x.data_ptr(), positions.data_ptr(), factors.data_ptr()
+    sizes = rows, heads * size, x.stride(0), factors.numel()
+    if wrong := _scale_by_position(x.dtype, *pointers, *sizes, num_threads()):
+        raise IndexError(
+            f"position {int(positions[wrong - 1])} has no factor; there are {factors.numel()}"
+        )
     return x
 
 

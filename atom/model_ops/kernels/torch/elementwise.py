@@ -162,6 +162,18 @@ def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return x.mul_(gate.sigmoid())
 
 
+def scale_by_position(
+    x: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor
+) -> torch.Tensor:
+    """x [T, heads, d] * factors[positions] in the memory of x, which is returned.
+
+    Args:
+        positions: [T] int64.
+        factors: [P] float32, of each position.
+    """
+    return x.copy_(x * factors[positions][:, None, None])
+
+
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """`1 / (1 + exp(-x))` of x [N] float32."""
     return x.sigmoid()

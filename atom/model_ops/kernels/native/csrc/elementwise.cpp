@@ -222,6 +222,32 @@ int64_t mul_sigmoid(const GatedRowsArgs& a) {
   return 0;
 }
 
+struct PlacedRowsArgs {
+  void* x;                   // [rows, size], rows `stride` elements apart; the products afterwards
+  const int64_t* positions;  // [rows]
+  const float* factors;      // [count]
+  int64_t rows, size, stride, count, threads;
+};
+
+// 0, or 1 + the row whose position has no factor.
+template <class T>
+int64_t scale_by_position(const PlacedRowsArgs& a) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    if (a.positions[row] < 0 || a.positions[row] >= a.count) return row + 1;
+  }
+  const int64_t threads = threads_for(a.rows * a.size, a.threads);
+  run_shares(a.rows, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      T* x = static_cast<T*>(a.x) + row * a.stride;
+      const float factor = a.factors[a.positions[row]];
+      for (int64_t i = 0; i < a.size; i += kLanes) {
+        store_rounded_some(x + i, load_some(x + i, a.size - i) * factor, a.size - i);
+      }
+    }
+  });
+  return 0;
+}
+
 struct RopeArgs {
   const int64_t* positions;  // [rows]
   const float* cos_sin;      // [table_rows, rotary_dim]: cosines, then sines
@@ -352,6 +378,9 @@ int64_t mask_tokens(const MaskArgs& a) {
   }                                                                           \
   ATOM_EXPORT int64_t atom_mul_sigmoid_##name(const atom::GatedRowsArgs* args) { \
     return atom::mul_sigmoid<type>(*args);                                    \
+  }                                                                           \
+  ATOM_EXPORT int64_t atom_scale_by_position_##name(const atom::PlacedRowsArgs* args) { \
+    return atom::scale_by_position<type>(*args);                              \
   }                                                                           \
   ATOM_EXPORT int64_t atom_add_##name(const atom::AddArgs* args) {            \
     return atom::add<type>(*args);                                            \
