@@ -25,7 +25,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
     config: EngineConfig
     log_level: int
-    log_format: str
+    log_format: str = "text"
 
 
 class SharedRequest(msgspec.Struct, frozen=True, array_like=True):
