@@ -28,10 +28,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: unique among live sequences.
         seed: drawn by the frontend if the user gave none.
-        priority: lower runs earlier; ties go by turn, then by arrival.
+        priority: lower runs earlier; ties go by arrival.
         cache_salt: prefixes are shared only between sequences with the same salt.
         arrival_time: seconds, `time.monotonic()`.
-        turn: of one priority the lowest runs first.
     """
 
     id: str
@@ -41,7 +40,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     arrival_time: float = 0.0
-    turn: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -197,6 +195,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         synthetic_acceptance_length: drafts are accepted at random, so that texts mean nothing; None
             if they are not.
         window: of layers that have blocks of their own for it; None if there are none.
+        has_states: whether layers have a recurrent state, which no cached block brings back.
     """
 
     max_model_len: int
@@ -209,6 +208,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     runs_on: str = ""
     synthetic_acceptance_length: float | None = None
     window: WindowLimits | None = None
+    has_states: bool = False
 
     @property
     def fingerprint(self) -> str | None:

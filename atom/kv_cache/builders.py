@@ -11,6 +11,7 @@ from torch import nn
 
 from atom.kv_cache.base import KVCacheBuilder
 from atom.kv_cache.paged import PagedCache
+from atom.kv_cache.state_pool import StatePool
 from atom.model_ops.attention.cached_attention import CachedAttention
 
 if TYPE_CHECKING:
@@ -45,11 +46,13 @@ class CacheBuilders:
         windowed: of the target's layers with a window, with blocks of their own; None if they have
             the pool's.
         windows: the map between the two.
+        states: of the target's layers with a recurrent state, which have no blocks.
     """
 
     others: Sequence[KVCacheBuilder]
     windowed: PagedCache | None
     windows: WindowMap | None
+    states: StatePool
 
     @classmethod
     def of(
@@ -57,6 +60,7 @@ class CacheBuilders:
         model: nn.Module,
         windows: WindowMap | None,
         drafts: Sequence[KVCacheBuilder],
+        states: StatePool,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -68,11 +72,11 @@ class CacheBuilders:
         layers = attention_layers(model)
         where = block_size, dtype, device
         if windows is None:
-            return cls([PagedCache(layers, *where), *drafts], None, None)
+            return cls([PagedCache(layers, *where), *drafts], None, None, states)
         own = {i: layer for i, layer in layers.items() if layer.window is not None}
         rest = {i: layer for i, layer in layers.items() if layer.window is None}
         windowed = PagedCache(own, *where, prefix="windowed_", is_windowed=True)
-        return cls([PagedCache(rest, *where), *drafts], windowed, windows)
+        return cls([PagedCache(rest, *where), *drafts], windowed, windows, states)
 
     @property
     def all(self) -> list[KVCacheBuilder]:
@@ -86,7 +90,8 @@ class CacheBuilders:
         return found
 
     def allocate(self, num_blocks: int, num_window_blocks: int) -> None:
-        """Allocate all pools."""
+        """Allocate all pools; those of states once."""
+        self.states.allocate()
         for builder in self.others:
             builder.allocate_kv_cache_tensors(num_blocks)
         if self.windowed is not None and self.windows is not None:

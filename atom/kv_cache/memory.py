@@ -27,19 +27,22 @@ def kv_cache_budget(
     profile: Callable[[], None],
     graph_bytes: Callable[[], int],
     num_local: int = 1,
+    fixed_bytes: int = 0,
 ) -> int:
-    """Bytes for the KV cache pool.
+    """Bytes for the blocks of the KV cache; negative where what is fixed leaves none.
 
     Args:
         profile: runs the largest steps once, to measure a GPU's peak memory.
         graph_bytes: memory that graph capture will need later; called after `profile`.
         num_local: ranks that share a CPU's memory.
+        fixed_bytes: what the cache takes besides. On a GPU `profile` allocates it, so that it is in
+            use when the rest is measured.
     """
     if options.kv_cache_memory is not None:
-        return options.kv_cache_memory
+        return options.kv_cache_memory - fixed_bytes
     if not platform.is_gpu:
         share = options.gpu_memory_utilization or DEFAULT_CPU_MEMORY_UTILIZATION
-        return int(free_memory_bytes(platform) * share) // num_local
+        return int(free_memory_bytes(platform) * share) // num_local - fixed_bytes
     share = options.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
     activations = peak_bytes(profile) + graph_bytes()
     in_use = total_memory_bytes(platform) - free_memory_bytes(platform)

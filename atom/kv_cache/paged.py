@@ -109,7 +109,7 @@ class PagedCache:
         """[layers, parts, blocks, block_size, *shape]."""
         blocks = num_blocks + num_spare_blocks(self._device)
         per_layer = (len(pool.names), blocks, self._block_size, *pool.shape)
-        return _zeros((len(pool.layer_ids), *per_layer), self._dtype, self._device)
+        return zeroed_pool((len(pool.layer_ids), *per_layer), self._dtype, self._device)
 
     def _scales(self, pool: _PoolLayout) -> torch.Tensor | None:
         """[layers, parts] float32; None unless the storage is FP8."""
@@ -137,7 +137,7 @@ def _pool_layouts(layers: Mapping[int, CachedAttention]) -> list[_PoolLayout]:
     return list(pools.values())
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeroed_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A zeroed pool. It must not be uninitialised, since a masked key must not be NaN.
 
     On a CPU the pages are only mapped, so memory is committed when blocks are first written, and

@@ -21,7 +21,6 @@ from atom.messages import (
     check_request,
     check_text,
 )
-from atom.model_engine.admission import NO_LIMITS, Admission, AdmissionLimits, QueueFullError
 from atom.model_engine.processes.engine_client import EngineClient
 from atom.model_engine.processes.placement import place_engines
 from atom.model_engine.replicas.mailbox import Mailbox
@@ -36,7 +35,7 @@ from atom.model_loader.tokenizers.tokenizer import load_text_tokenizer
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
-from atom.text.observer import NOBODY, Caller, EngineObserver, NullObserver
+from atom.text.observer import EngineObserver, NullObserver
 from atom.text.output_processor import OutputProcessor, request_id_of
 from atom.text.prepared_params import PreparedParams
 
@@ -59,6 +58,10 @@ logger = logging.getLogger(__name__)
 MAX_TRIES = 3
 _DRAIN_POLL_SECONDS = 0.02
 _TOO_LATE = "the request was not finished within its timeout"
+
+
+class QueueFullError(RuntimeError):
+    """More sequences are waiting than `max_waiting_requests` allows; try again later."""
 
 
 class RequestTimeoutError(RuntimeError):
@@ -109,7 +112,7 @@ class AsyncEngine:
         model_name: str,
         model_type: str,
         tokenizer: PlainTokenizer | PreTrainedTokenizerBase,
-        admission: AdmissionLimits,
+        max_waiting_requests: int | None,
         observer: EngineObserver | None,
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
@@ -120,7 +123,7 @@ class AsyncEngine:
         self.sampling_defaults: Mapping[str, Any] = sampling_defaults or {}
         self.tokenizer = tokenizer
         self._processor = OutputProcessor(tokenizer, config.seed, observer)
-        self._admission = Admission(admission)
+        self._max_waiting_requests = max_waiting_requests
         self._live: dict[str, _LiveRequest] = {}
         self._is_closing = False
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -136,13 +139,13 @@ class AsyncEngine:
         cls,
         config: EngineConfig,
         *,
-        admission: AdmissionLimits = NO_LIMITS,
+        max_waiting_requests: int | None = None,
         observer: EngineObserver | None = None,
     ) -> AsyncEngine:
         """Start the engine processes and wait until they accept requests.
 
         Args:
-            admission: what may wait.
+            max_waiting_requests: limit on sequences that wait to be scheduled; None for no limit.
 
         Raises:
             ConfigError, WeightError: when an option or the checkpoint is wrong.
@@ -179,7 +182,7 @@ class AsyncEngine:
             source.name,
             source.hf_config.model_type,
             tokenizer,
-            admission,
+            max_waiting_requests,
             observer,
             source.sampling_defaults,
         )
@@ -218,7 +221,6 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         deadline: float | None = None,
-        caller: Caller = NOBODY,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt.
 
@@ -231,12 +233,11 @@ class AsyncEngine:
                 once for all prompts added in the same event loop iteration.
             deadline: seconds, `time.monotonic()`; what is unfinished then is aborted, and what
                 still waits is never computed.
-            caller: requests of several keys take turns.
 
         Raises:
             RequestRefusedError: when the request can never run as given.
             RequestFailedError: when a step failed twice on it.
-            QueueFullError: when more would wait, or be live, than may.
+            QueueFullError: when `max_waiting_requests` would be exceeded.
             RequestTimeoutError: when the deadline has passed.
             EngineDeadError: when the engine is dead, dies, does not answer, or shuts down.
         """
@@ -252,33 +253,28 @@ class AsyncEngine:
         check_text(cache_salt, "cache_salt")
         if deadline is not None and time.monotonic() >= deadline:
             raise RequestTimeoutError(_TOO_LATE)
-        num_prompt, n = len(prompt_token_ids), prepared.params.n
-        with self._admission.admit(caller.key, n, num_prompt, self._num_waiting) as ticket:
-            sequences = self._processor.add_request(
-                request_id,
-                prompt,
-                prompt_token_ids,
-                prepared,
-                stream=stream,
-                priority=priority,
-                cache_salt=cache_salt,
-                turn=ticket.turn,
-                caller=caller,
-                on_begin=lambda: self._admission.begin(ticket),
-            )
-            live = self._live[request_id] = _LiveRequest(sequences)
-            try:
-                self._place(live)
-                finished = False
-                while not finished:
-                    output = await _before(deadline, live.mailbox)
-                    finished = output.finished
-                    ticket.num_output_tokens += sum(len(each.token_ids) for each in output.outputs)
-                    yield output
-            finally:
-                del self._live[request_id]
-                self._abort(live, self._processor.abort(request_id))
-                self._leave(live)
+        self._check_queue(prepared.params.n)
+        sequences = self._processor.add_request(
+            request_id,
+            prompt,
+            prompt_token_ids,
+            prepared,
+            stream=stream,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        live = self._live[request_id] = _LiveRequest(sequences)
+        try:
+            self._place(live)
+            finished = False
+            while not finished:
+                output = await _before(deadline, live.mailbox)
+                finished = output.finished
+                yield output
+        finally:
+            del self._live[request_id]
+            self._abort(live, self._processor.abort(request_id))
+            self._leave(live)
 
     async def wait_dead(self) -> str:
         """Wait until no engine is left, and none will be; returns the reason."""
@@ -311,17 +307,23 @@ class AsyncEngine:
         if (trouble := self.trouble) is not None:
             raise EngineStuckError(trouble)
 
-    @property
-    def _num_waiting(self) -> int:
-        """Sequences that wait to be scheduled, less than none where there is room for more.
+    def _check_queue(self, num_new: int) -> None:
+        """Raise QueueFullError when `num_new` more waiting sequences would exceed the limit.
 
         The reported stats lag behind by a step, while the count of unfinished sequences here is
         current. If no queue is reported, up to max_num_seqs of them are assumed to run.
         """
+        if self._max_waiting_requests is None:
+            return
         max_num_seqs = self.config.scheduler.max_num_seqs
         reported = [replica.stats for replica in self._replicas.living]
         num_running = sum(s.num_running if s.num_waiting else max_num_seqs for s in reported)
-        return self._processor.num_unfinished_sequences - num_running
+        num_waiting = self._processor.num_unfinished_sequences - num_running
+        if num_waiting + num_new > self._max_waiting_requests:
+            raise QueueFullError(
+                f"{max(0, num_waiting)} sequences are waiting and {num_new} more would exceed "
+                f"max_waiting_requests={self._max_waiting_requests}; try again later"
+            )
 
     def _place(self, live: _LiveRequest) -> None:
         """Send a request to a replica; without any it waits for `on_restarted`."""

@@ -15,6 +15,7 @@ from atom.graphs.recorded import StepRecorder, create_recorder
 from atom.graphs.runner import ForwardOp, GraphRunner
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.cache_window import CacheWindow
+from atom.kv_cache.state_pool import recurrent_layers
 from atom.kv_cache.windows import WindowedForward, WindowMap
 from atom.model_engine.compiled_grammars import create_grammars
 from atom.model_engine.expert_ranks import check_experts
@@ -105,6 +106,7 @@ def join_parts(
         waiting_is_free=not rank.platform.is_gpu and rank.groups.is_alone and not rank.overlaps,
         is_ahead=rank.overlaps,
         recorder=recorder,
+        caps=bool(recurrent_layers(model)),
     )
     return RankParts(model, forward, windows, proposer, graphs, recorder, grammars, drafter)
 

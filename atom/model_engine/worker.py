@@ -10,6 +10,7 @@ from atom.batch import LaunchedStep, RankStep, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.distributed.parallel_state import ALONE, ParallelGroups
 from atom.distributed.stages import Stages
+from atom.kv_cache.state_pool import recurrent_layers
 from atom.messages import EngineLimits, WindowLimits
 from atom.model_engine.expert_ranks import has_spread_experts
 from atom.model_engine.rank import Rank, dtype_name, take_device
@@ -151,4 +152,5 @@ def _limits(
         runs_on=f"{dtype_name(context.dtype)} on {context.ops.summary()}",
         synthetic_acceptance_length=config.synthetic_acceptance_length,
         window=window,
+        has_states=bool(recurrent_layers(model)),
     )

@@ -132,7 +132,8 @@ def _plan(
     visited = expected_visited(total_experts, sizes.top_k, rows * num_groups)
     if whole_experts:
         visited /= num_gpus
-    kv_cache = load.concurrency * load.context * sizes.cached_token
+    states = sizes.state + (load.queries - 1) * sizes.state_of_draft
+    kv_cache = load.concurrency * (load.context * sizes.cached_token + states)
     read = int(sizes.rest + visited * sizes.expert + kv_cache)
     collectives = 2 * sizes.num_layers if num_gpus > 1 else 0
     return Plan(

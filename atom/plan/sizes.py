@@ -15,6 +15,7 @@ from torch import nn
 from atom.distributed.parallel_state import ParallelGroup
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
+from atom.kv_cache.state_pool import StatePool, recurrent_layers
 from atom.model_loader.sketch import create_sketch
 from atom.model_loader.source import ModelSource
 from atom.model_ops.embedding import VocabParallelEmbedding
@@ -38,6 +39,8 @@ class RankSizes:
         cached_token: KV cache of one token.
         num_layers: of decoder layers.
         hidden_size, vocab_size: of the whole model.
+        state: recurrent states of one sequence that has no drafts.
+        state_of_draft: what each draft adds to them.
     """
 
     embedding: int
@@ -49,6 +52,8 @@ class RankSizes:
     num_layers: int
     hidden_size: int
     vocab_size: int
+    state: int = 0
+    state_of_draft: int = 0
 
     @property
     def weights(self) -> int:
@@ -76,7 +81,10 @@ def rank_sizes(
     of_experts, of_embeddings = _bytes_of(*experts), _bytes_of(*embeddings)
     num_experts = experts[0].num_experts if experts else 0
     is_tied = not any(True for _ in model.output_head.parameters())
-    cache = PagedCache(attention_layers(model), _BLOCK, cache_dtype, torch.device("meta"))
+    meta = torch.device("meta")
+    cache = PagedCache(attention_layers(model), _BLOCK, cache_dtype, meta)
+    layers = recurrent_layers(model)
+    states = [StatePool(layers, 1, drafts, meta).row_bytes for drafts in (0, 1)]
     return RankSizes(
         embedding=0 if is_tied else of_embeddings,
         expert=of_experts // num_experts if experts else 0,
@@ -87,6 +95,8 @@ def rank_sizes(
         num_layers=int(text.num_hidden_layers),
         hidden_size=int(text.hidden_size),
         vocab_size=int(text.vocab_size),
+        state=states[0],
+        state_of_draft=states[1] - states[0],
     )
 
 

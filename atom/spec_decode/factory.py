@@ -66,6 +66,7 @@ def create_drafter(
     is_ahead: bool,
     recorder: StepRecorder | None,
     grammars: bool = True,
+    caps: bool = False,
 ) -> Drafter:
     """Create the drafter: proposer, lookup, grammars and draft length.
 
@@ -78,6 +79,8 @@ def create_drafter(
         is_ahead: whether steps are launched before it is known what the last one drafts.
         recorder: replays steps that recur; None if every step runs op by op.
         grammars: whether grammars draft, too.
+        caps: whether nobody drafts more than the proposer may: each draft more takes a version of
+            all recurrent states.
     """
     if options is None:
         return Drafter(proposer, "none", None, None, waiting_is_free=waiting_is_free)
@@ -85,7 +88,7 @@ def create_drafter(
     lookup: SuffixLookup | None = None
     if options.looks_up:
         recent = _recent_outputs(options.suffix_cache_tokens)
-        if options.lookup and (captured or not options.adaptive):
+        if options.lookup and (captured or not options.adaptive) and not caps:
             # Steps on a CPU are recorded for each number of drafts; many numbers cost more than
             # long drafts bring.
             most = MAX_SPECULATIVE_TOKENS
@@ -110,7 +113,9 @@ def create_drafter(
         options.method,
         lookup,
         policy,
-        _grammar_drafter(most, is_free=waiting_is_free and not captured) if grammars else None,
+        _grammar_drafter(most, is_free=waiting_is_free and not (captured or caps))
+        if grammars
+        else None,
         waiting_is_free=waiting_is_free,
         is_ahead=is_ahead,
     )

@@ -16,6 +16,7 @@ from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.runner import ForwardOp, GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
+from atom.kv_cache.state_pool import StatePool, recurrent_layers
 from atom.model_engine.step.input_builder import InputBuilder
 from atom.model_engine.step.step_runner import runs_op_by_op
 from atom.model_loader.source import resolve_model
@@ -80,6 +81,7 @@ class ModelBench:
         dtype: torch.dtype = torch.float32,
         platform: Platform | None = None,
         group: ParallelGroup = SINGLE,
+        most_drafts: int = 0,
         **model_options: Any,
     ) -> None:
         self.model = load_model(folder, max_model_len, dtype, platform, group, **model_options)
@@ -90,6 +92,7 @@ class ModelBench:
         cache = PagedCache(attention_layers(self.model), block_size, dtype, self.device)
         self.pools = cache.allocate_kv_cache_tensors(num_blocks)
         bind_kv_caches(self.model, [cache])
+        StatePool(recurrent_layers(self.model), MAX_SEQS, most_drafts, self.device).allocate()
         self.output: ModelOutput | None = None
         # Its rows that are tokens.
         self.rows = torch.empty(0)

@@ -12,6 +12,7 @@ from atom.config import ConfigError
 from atom.kv_cache.base import KVCacheMemoryError, WindowNeed, num_spare_blocks, plan_kv_cache
 from atom.kv_cache.builders import CacheBuilders, bind_kv_caches
 from atom.kv_cache.memory import check_room, kv_cache_budget
+from atom.kv_cache.state_pool import StatePool, recurrent_layers
 from atom.messages import WindowLimits
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank, dtype_name
@@ -46,8 +47,14 @@ def allocate_kv_cache(
 
     graph_bytes = runner.steps.estimate_graph_bytes
     budget = kv_cache_budget(
-        rank.config.cache, rank.platform, profile, graph_bytes, rank.groups.num_local
+        rank.config.cache,
+        rank.platform,
+        profile,
+        graph_bytes,
+        rank.groups.num_local,
+        builders.states.num_bytes,
     )
+    builders.states.check(budget)
     plan = plan_kv_cache(
         budget,
         [builder.compute_block_bytes() for builder in builders.others],
@@ -61,7 +68,8 @@ def allocate_kv_cache(
     num_blocks, own_blocks = (min(own) for own in zip(*plans, strict=True))
     if rank.config.cache.kv_cache_memory is not None:
         # By now all ranks have loaded their weights.
-        check_room(builders.bytes_of(num_blocks, own_blocks), rank.platform, rank.groups.num_local)
+        pools = builders.states.num_bytes + builders.bytes_of(num_blocks, own_blocks)
+        check_room(pools, rank.platform, rank.groups.num_local)
     allocate_pools(rank, builders, parts, num_blocks, own_blocks)
     if rank.groups.is_first:
         _log_limits(rank, plan.block_bytes)
@@ -74,8 +82,15 @@ def allocate_kv_cache(
 def create_builders(rank: Rank, parts: RankParts) -> CacheBuilders:
     """The caches of a rank's models."""
     drafts = parts.proposer.kv_cache_builders
-    where = rank.config.cache.block_size, rank.storage, rank.context.device
-    return CacheBuilders.of(parts.model, parts.windows, drafts, *where)
+    device = rank.context.device
+    states = StatePool(
+        recurrent_layers(parts.model),
+        rank.config.scheduler.max_num_seqs,
+        parts.drafter.max_drafts,
+        device,
+    )
+    where = rank.config.cache.block_size, rank.storage, device
+    return CacheBuilders.of(parts.model, parts.windows, drafts, states, *where)
 
 
 def window_need(rank: Rank, builders: CacheBuilders) -> WindowNeed | None:

@@ -107,6 +107,7 @@ class InputBuilder:
         most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
         num_bytes = most * _TOKEN_BYTES + max_num_seqs * _SEQUENCE_BYTES + _MORE_BYTES
         self._fit = fit
+        self._spare_row = max_num_seqs
         self._sampler = sampler
         self._block_size = block_size
         self._drafts = drafts
@@ -158,7 +159,7 @@ class InputBuilder:
         self.staging.restart()
         tokens = size * query_len
         places = Places(self.staging, tokens, size, drafts=self._drafts, captured=captured)
-        places.pad(query_len, np.arange(0))
+        places.pad(query_len, np.arange(0), self._spare_row)
         self.staging.send()
         model_input = ModelInput(
             places.input_ids_dev,
@@ -174,6 +175,7 @@ class InputBuilder:
                 query_lens_cpu=(query_len,) * size,
                 context_lens_cpu=None,
                 padding_lens=places.padding_dev if captured and query_len > 1 else None,
+                state_rows=places.state_rows_dev,
             ),
         )
         return model_input, places
@@ -196,7 +198,7 @@ class InputBuilder:
         captured = graph is not None
         places = Places(self.staging, tokens, size, drafts=self._drafts, captured=captured)
         if graph is not None:
-            places.pad(graph.query_len, shape.places)
+            places.pad(graph.query_len, shape.places, self._spare_row)
         self._tables.grow(sequences)
         self._fill(places, sequences, shape)
         input_ids = places.input_ids[: shape.num_rows]
@@ -315,7 +317,7 @@ class InputBuilder:
         places.input_ids[own] = [token for s in sequences for token in s.token_ids]
         places.positions[own] = shape.positions
         places.slots[own] = self._tables.slots_at(shape.owners, shape.positions, size)
-        places.rows[:count] = shape.rows
+        places.rows[:count] = places.state_rows[:count] = shape.rows
         places.context_lens[:count] = shape.context_lens
         places.block_counts[:count] = [s.num_blocks for s in sequences]
         if shape.graph is not None:
@@ -377,6 +379,7 @@ class InputBuilder:
                 padding_lens=(
                     None if graph is None or graph.query_len == 1 else places.padding_dev[:count]
                 ),
+                state_rows=places.state_rows_dev[:count],
             ),
         )
 

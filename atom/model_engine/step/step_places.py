@@ -84,6 +84,7 @@ class Places:
         self.successors, self.successors_dev = staging.reserve(num_tokens if drafts else 0)
         self.sources, self.sources_dev = staging.reserve(num_tokens if captured else 0)
         self.rows, self.rows_dev = staging.reserve(num_sequences)
+        self.state_rows, self.state_rows_dev = staging.reserve(num_sequences)
         self.num_drafts, self.num_drafts_dev = staging.reserve(num_sequences if captured else 0)
         self.context_lens, self.context_lens_dev = staging.reserve(num_sequences, torch.int32)
         self.block_counts, self.block_counts_dev = staging.reserve(num_sequences, torch.int32)
@@ -91,12 +92,13 @@ class Places:
         padded = num_sequences if captured else 0
         self.padding, self.padding_dev = staging.reserve(padded, torch.int32)
 
-    def pad(self, query_len: int, places: np.ndarray) -> None:
+    def pad(self, query_len: int, places: np.ndarray, spare_row: int) -> None:
         """Fill everything with padding: sequences with slot -1 (no KV write) and a context of
         `query_len` tokens, whose rows repeat the last token of the batch.
 
         Args:
             places: the rows that are no padding, if any; ascending.
+            spare_row: of the pools of states, which no sequence has.
         """
         self.input_ids[:] = 0
         self.positions[:] = 0
@@ -106,6 +108,7 @@ class Places:
         self.sources[:] = places[-1] if len(places) else 0
         self.sources[places] = places
         self.rows[:] = 0
+        self.state_rows[:] = spare_row
         self.block_counts[:] = 0
         # A context cannot be shorter than its queries; a key is left for attention to read.
         self.context_lens[:] = query_len

@@ -8,6 +8,7 @@ from functools import partial
 
 from atom.config import ConfigError
 from atom.distributed.parallel_state import SINGLE
+from atom.kv_cache.state_pool import recurrent_layers
 from atom.model_loader.drafts.folder import DraftTarget, draft_options, warn_beyond_positions
 from atom.model_loader.drafts.quantization import online_for_draft
 from atom.model_loader.drafts.tokenizer import TokenMaps, map_tokens
@@ -54,6 +55,10 @@ def load_draft_model(draft: str, target: DraftTarget) -> tuple[CausalLM, TokenMa
     elif target.quantization != "auto":
         raise ConfigError(f"draft_quantization={target.quantization}: {draft} is quantised already")
     model = build_model(partial(create_model, source.hf_config), source, context, options)
+    if recurrent_layers(model):
+        raise ConfigError(
+            f"{draft} cannot draft: it has recurrent states, which are kept for targets alone"
+        )
     size, target_size = model.token_embedding.vocab_size, target.model.token_embedding.vocab_size
     maps: TokenMaps | None = None
     # Without a tokenizer, a vocabulary of the same size can only be the target's.

@@ -309,16 +309,18 @@ class _FirstRank:
         options, draft = rank.config.cache, parts.proposer.draft_model
         share = options.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
         whole = held_weight_bytes(*parts.models)
+        states = builders.states.num_bytes
         room = int(self._gpu.memory * share)
-        left = room - whole - buffers - RUNTIME_BYTES - steps - graphs
+        left = room - whole - buffers - states - RUNTIME_BYTES - steps - graphs
         if options.kv_cache_memory is not None:
-            left = min(left, options.kv_cache_memory)
+            left = min(left, options.kv_cache_memory - states)
         blocks = [builder.compute_block_bytes() for builder in builders.others]
         window = window_need(rank, builders)
         size, context_len = options.block_size, rank.context.max_model_len
         in_context = -(-context_len // size)
         num_blocks, shortfall = 0, None
         try:
+            builders.states.check(left)
             most = rank.config.scheduler.max_num_seqs * in_context * size
             spare = num_spare_blocks(rank.context.device)
             plan = plan_kv_cache(left, blocks, size, most, spare, window)
@@ -336,7 +338,7 @@ class _FirstRank:
             room,
             target,
             draft_bytes,
-            buffers,
+            buffers + states,
             RUNTIME_BYTES,
             steps,
             graphs,

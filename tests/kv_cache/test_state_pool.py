@@ -1,0 +1,244 @@
+"""The pool of recurrent states against a model of it, and its bytes for published models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.checkpoints import edit_config
+
+from atom.config import ModelOptions
+from atom.distributed.parallel_state import ParallelGroup
+from atom.kv_cache.state_pool import StatePool, recurrent_layers
+from atom.model_loader.source import resolve_model
+from atom.model_ops.attention.metadata import StateMetadata
+from atom.model_ops.attention.recurrent_layer import RecurrentLayer, StatePart
+from atom.model_ops.layer_context import LayerContext
+from atom.models.registry import create_model
+from atom.platform import cpu_platform
+
+ROWS, PRIME = 5, 1_000_003
+
+
+class Hashes(RecurrentLayer):
+    """Its state is a hash of all tokens so far; it also keeps the last two tokens themselves."""
+
+    def state_parts(self) -> Mapping[str, StatePart]:
+        return {
+            "hash": StatePart((), torch.int64),
+            "tokens": StatePart((), torch.int64, reach=2),
+        }
+
+    def bind_states(self, parts: Mapping[str, torch.Tensor]) -> None:
+        self.hashes, self.tokens = parts["hash"].numpy(), parts["tokens"].numpy()
+
+    def step(self, tokens: list[int], metadata: StateMetadata) -> list[tuple[int, int, int]]:
+        """The hash after each token, and the two tokens before it; anything for padding."""
+        ends, found = metadata.cu_seqlens_q.tolist(), []
+        padding = metadata.padding_lens
+        for s, (row, start) in enumerate(
+            zip(metadata.rows.tolist(), metadata.starts.tolist(), strict=True)
+        ):
+            own = tokens[ends[s] : ends[s + 1]]
+            count = len(own) - (0 if padding is None else int(padding[s]))
+            hashes, kept = self.hashes[row], self.tokens[row]
+            state = int(hashes[(start - 1) % len(hashes)]) if start else 0
+            before = [int(kept[(start - i) % len(kept)]) if start >= i else 0 for i in (2, 1)]
+            states = []
+            for token in own:
+                state = (state * 31 + token + 1) % PRIME
+                states.append(state)
+                found.append((state, *before))
+                before = [before[1], token]
+            for i in range(max(count - len(hashes), 0), count):
+                hashes[(start + i) % len(hashes)] = states[i]
+            for i in range(max(count - len(kept), 0), count):
+                kept[(start + i) % len(kept)] = own[i]
+        return found
+
+
+@dataclass
+class Sequence:
+    """Attributes:
+    tokens: known ones.
+    computed: of them, those whose states the pool has.
+    """
+
+    tokens: list[int]
+    computed: int = 0
+    drafts: list[int] = field(default_factory=list)
+
+    def expected(self, position: int, tokens: list[int]) -> tuple[int, int, int]:
+        state = 0
+        for token in tokens[: position + 1]:
+            state = (state * 31 + token + 1) % PRIME
+        before = [0, 0, *tokens][position : position + 2]
+        return state, before[0], before[1]
+
+
+def run(operations: int, seed: int, most_drafts: int) -> int:
+    """Random steps of random sequences -> how many tokens were checked."""
+    draw = random.Random(seed)
+    layer = Hashes()
+    StatePool([layer], ROWS, most_drafts, torch.device("cpu")).allocate()
+    # What rows hold before they are written must not matter.
+    layer.hashes[:], layer.tokens[:] = -7, -7
+    rows: dict[int, Sequence] = {}
+    checked = 0
+    for _ in range(operations):
+        kind = draw.random()
+        free = [row for row in range(ROWS) if row not in rows]
+        if free and (kind < 0.1 or not rows):
+            rows[draw.choice(free)] = Sequence(
+                [draw.randrange(97) for _ in range(draw.randint(1, 12))]
+            )
+        elif kind < 0.13:  # ended or aborted
+            del rows[draw.choice([*rows])]
+        elif kind < 0.16:  # preempted, to go on in another row or the same
+            row = draw.choice([*rows])
+            kept = rows.pop(row)
+            rows[draw.choice([*free, row])] = Sequence(kept.tokens)
+        else:
+            checked += step(draw, layer, rows, most_drafts)
+    return checked
+
+
+def step(draw: random.Random, layer: Hashes, rows: dict[int, Sequence], most_drafts: int) -> int:
+    """Some sequences compute a chunk of what is known, with drafts behind the last known token."""
+    chosen = draw.sample([*rows], draw.randint(1, len(rows)))
+    queries = []
+    for row in chosen:
+        own = rows[row]
+        known = own.tokens[own.computed : own.computed + draw.randint(1, 9)]
+        ends = own.computed + len(known) == len(own.tokens)
+        own.drafts = [draw.randrange(97) for _ in range(draw.randint(0, most_drafts) * ends)]
+        queries.append([*known, *own.drafts])
+    lens = [len(query) for query in queries]
+    padded = draw.random() < 0.5
+    width = max(lens) + draw.randint(0, 3) if padded else 0
+    spare = draw.randint(0, 2) if padded else 0
+    sizes = [width if padded else n for n in lens] + [width] * spare
+    tokens = [t for q, size in zip(queries, sizes, strict=False) for t in (q + [1] * size)[:size]]
+    padding = [size - n for size, n in zip(sizes, lens, strict=False)] + [width - 1] * spare
+    starts = [rows[row].computed for row in chosen] + [0] * spare
+    found = layer.step(
+        tokens + [1] * (width * spare),
+        StateMetadata(
+            rows=torch.tensor([*chosen, *[ROWS] * spare]),
+            context_lens=torch.tensor(
+                [start + size for start, size in zip(starts, sizes, strict=True)]
+            ),
+            cu_seqlens_q=torch.tensor([0, *sizes]).cumsum(0),
+            padding_lens=torch.tensor(padding) if padded else None,
+            query_lens_cpu=tuple(sizes),
+        ),
+    )
+    begin = checked = 0
+    for row, query, size in zip(chosen, queries, sizes, strict=False):
+        own = rows[row]
+        text = own.tokens[: own.computed] + query
+        for i in range(len(query)):
+            assert found[begin + i] == own.expected(own.computed + i, text)
+            checked += 1
+        begin += size
+        accepted = draw.randint(0, len(own.drafts))
+        own.computed += len(query) - len(own.drafts) + accepted
+        if own.computed >= len(own.tokens):
+            own.tokens = [*text[: own.computed], draw.randrange(97)]
+        if len(own.tokens) > 40:
+            del rows[row]
+    return checked
+
+
+@pytest.mark.parametrize("most_drafts", [0, 1, 3, 7])
+def test_random_operations(most_drafts: int) -> None:
+    assert run(600, most_drafts, most_drafts) > 1000
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_random_operations() -> None:
+    for most_drafts in range(10):
+        run(10_000, 100 + most_drafts, most_drafts)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_wrong_version_is_noticed(change: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = StateMetadata.starts.fget
+    assert starts is not None
+    monkeypatch.setattr(
+        StateMetadata, "starts", property(lambda self: (starts(self) + change).clamp(min=0))
+    )
+    with pytest.raises(AssertionError):
+        run(600, 3, 3)
+
+
+def test_a_version_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StatePart, "num_versions", lambda self, most: most + self.reach - 1)
+    with pytest.raises(AssertionError):
+        run(600, 3, 3)
+
+
+def test_padding_that_writes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Hashes.step
+    monkeypatch.setattr(
+        Hashes,
+        "step",
+        lambda self, tokens, metadata: given(self, tokens, replace(metadata, padding_lens=None)),
+    )
+    with pytest.raises(AssertionError):
+        run(600, 3, 3)
+
+
+KIMI_48B = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [i for i in range(1, 27) if i % 4],
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+}
+NEXT_80B = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "state", "channels"),
+    [(KIMI_48B, 20, 2 << 20, 3 * 4096), (NEXT_80B, 36, 2 << 20, 2 * 2048 + 4096)],
+)
+@pytest.mark.parametrize("num_ranks", [1, 8])
+@pytest.mark.parametrize("most_drafts", [0, 7])
+def test_bytes_of_published_models(
+    config: dict[str, Any],
+    layers: int,
+    state: int,
+    channels: int,
+    num_ranks: int,
+    most_drafts: int,
+    tmp_path: Path,
+) -> None:
+    """40 MiB and 72 MiB of states for a sequence without drafts on one rank, 1.4 and 1.7 of inputs
+    of convolutions.
+    """
+    (tmp_path / "config.json").write_text("{}")
+    edit_config(tmp_path, **config)
+    source = resolve_model(ModelOptions(str(tmp_path), load_format="dummy"))
+    context = replace(
+        LayerContext.create(torch.bfloat16, 1, cpu_platform()),
+        device=torch.device("meta"),
+        group=ParallelGroup(0, num_ranks),
+    )
+    model = partial(create_model, source.hf_config)(context)
+    pool = StatePool(recurrent_layers(model), 63, most_drafts, context.device)
+    inputs = 2 * channels * (most_drafts + 3)
+    row = layers * (state * (most_drafts + 1) + inputs) // num_ranks
+    assert pool.row_bytes == row
+    assert pool.num_bytes == 64 * row
+    assert f"64 x {row} = {64 * row} bytes" in pool.describe()
