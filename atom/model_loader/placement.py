@@ -163,7 +163,7 @@ class _Directory:
                 name = new + name[len(old) :]
                 break
         if modules := self._mapping.modules:
-            name = ".".join(modules.get(part, part) for part in name.split("."))
+            name = ".".join(filter(None, (modules.get(part, part) for part in name.split("."))))
         if name in self._targets:
             return name, None
         placed = place_kv_scale(name) or self._in_packed(name) or self._by_module(name)

@@ -168,6 +168,9 @@ class QKVParallelLinear(LinearBase):
     """Query, key and value projections as one product, split by heads.
 
     With fewer KV heads than ranks, each is replicated on `size / heads` ranks.
+
+    Args:
+        has_gate: whether each query head is followed by as many rows of a gate.
     """
 
     def __init__(
@@ -179,15 +182,17 @@ class QKVParallelLinear(LinearBase):
         bias: bool,
         context: LayerContext,
         prefix: str,
+        has_gate: bool = False,
     ) -> None:
         rank = context.group.rank
         self.head_dim = head_dim
         self.num_heads = context.group.divide(num_heads, "num_attention_heads")
         kv_rows = kv_share(context.group, num_kv_heads, head_dim)
         self.num_kv_heads = kv_rows.size // head_dim
-        q = self.num_heads * head_dim
+        self._query_rows = 2 if has_gate else 1
+        q = self.num_heads * head_dim * self._query_rows
         rows = {
-            "q_proj": Cut(rank * q, q, num_heads * head_dim),
+            "q_proj": Cut(rank * q, q, num_heads * head_dim * self._query_rows),
             "k_proj": kv_rows,
             "v_proj": kv_rows,
         }
@@ -201,8 +206,11 @@ class QKVParallelLinear(LinearBase):
         return by_head(self.multiply(x, "k_proj", "v_proj"), self.head_dim, heads)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T, out_features] -> q [T, heads, d], k and v [T, kv_heads, d], views."""
-        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        """[T, out_features] -> q [T, heads, d], k and v [T, kv_heads, d], views.
+
+        With gates, q is [T, 2 * heads, d]: that of each head follows it.
+        """
+        heads = [self.num_heads * self._query_rows, self.num_kv_heads, self.num_kv_heads]
         return by_head(qkv, self.head_dim, heads)
 
 

@@ -18,7 +18,8 @@ class WeightMapping:
     adopted: checkpoint module that the model may lack -> the module beside it that places its
         tensors then, by names that begin with the missing one's.
     ignored: regular expressions of checkpoint tensors that are deliberately not loaded.
-    modules: checkpoint's name of a module, anywhere in a tensor's name -> the model's.
+    modules: checkpoint's name of a module, anywhere in a tensor's name -> the model's; "" for one
+        that the model does not have, but what is in it.
     place: checkpoint's name -> the model's, and its part of a packed parameter; None if the others
         say it.
     """

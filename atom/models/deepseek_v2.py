@@ -89,9 +89,14 @@ class DeepseekV2Attention(Sublayer):
             self.rank,
             self.rope_dim,
             config.v_head_dim,
-            attention_scale(config),
+            self.scale(config),
             context,
         )
+
+    @staticmethod
+    def scale(config: PretrainedConfig) -> float:
+        """The factor on products of queries and keys."""
+        return attention_scale(config)
 
     @property
     def reader(self) -> LinearBase | None:

@@ -11,9 +11,10 @@ from torch import nn
 from atom.config import ConfigError
 from atom.model_ops.activation import GeluAndMul
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.layernorm import RMSNorm, Sublayer
+from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.glm4 import Glm4DecoderLayer
+from atom.models.layers.one_plus_norms import OnePlusNorms
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 
@@ -60,7 +61,7 @@ class Gemma2DecoderLayer(Glm4DecoderLayer):
         return GemmaMLP(config, config.intermediate_size, context, prefix)
 
 
-class GemmaForCausalLM(LlamaForCausalLM):
+class GemmaForCausalLM(OnePlusNorms, LlamaForCausalLM):
     """What the families share: norms that multiply by 1 + weight, a scaled embedding."""
 
     def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
@@ -78,16 +79,6 @@ class GemmaForCausalLM(LlamaForCausalLM):
     @property
     def weight_mapping(self) -> WeightMapping:
         return replace(super().weight_mapping, modules=_MODULES)
-
-    @property
-    def dequantised_bytes(self) -> int:
-        return 0
-
-    def process_after_loading(self) -> None:
-        """Norms multiply by 1 + weight."""
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                module.weight.data += 1
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):

@@ -85,7 +85,13 @@ class LlamaMLP(Sublayer):
 
 
 class LlamaAttention(Sublayer):
-    """Rotary grouped-query attention; its output is a sum over the ranks."""
+    """Rotary grouped-query attention; its output is a sum over the ranks.
+
+    Attributes:
+        has_output_gate: whether queries come with gates, which a subclass applies.
+    """
+
+    has_output_gate: ClassVar[bool] = False
 
     def __init__(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
@@ -100,6 +106,7 @@ class LlamaAttention(Sublayer):
             self.has_qkv_bias(config),
             context,
             f"{prefix}.qkv_proj",
+            self.has_output_gate,
         )
         self.o_proj = RowParallelLinear(
             config.num_attention_heads * head_dim,
@@ -209,12 +216,22 @@ class LlamaDecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = self.attention_class(config, layer_id, context, f"{prefix}.self_attn")
+        self.self_attn = self.create_attention(config, layer_id, context, prefix)
         self.mlp = self.create_mlp(config, layer_id, context, f"{prefix}.mlp")
         self.input_layernorm, self.post_attention_layernorm = (
             ResidualRMSNorm(size, eps, context, sublayer.reader, self.is_whole)
             for sublayer in (self.self_attn, self.mlp)
         )
+
+    def create_attention(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> Sublayer:
+        """The layer's first half, [T, hidden] -> this rank's part of a sum [T, hidden].
+
+        Args:
+            prefix: of the layer.
+        """
+        return self.attention_class(config, layer_id, context, f"{prefix}.self_attn")
 
     def create_mlp(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
@@ -336,6 +353,8 @@ class LlamaForCausalLM(CausalLM):
     layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
     # Fields that some configurations leave null, for which there is no default.
     needed: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
+    # The checkpoint's name of everything but the head, in names of quantised layers.
+    trunk: ClassVar[str] = "model"
 
     def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
         super().__init__()
@@ -348,7 +367,7 @@ class LlamaForCausalLM(CausalLM):
             context,
             self.layer_class,
             rotaries,
-            f"{prefix}model",
+            f"{prefix}{self.trunk}",
             self.embedding_scale(config, context),
         )
         self.lm_head: OutputHead

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -45,7 +45,7 @@ class Qwen2MoE(SoftmaxMoE):
             config,
             config.num_experts,
             config.moe_intermediate_size,
-            config.norm_topk_prob,
+            self.renormalizes(config),
             context,
             prefix,
         )
@@ -58,6 +58,11 @@ class Qwen2MoE(SoftmaxMoE):
         self._add = context.ops.resolve("add", context.dtype)
         self._mul_sigmoid = context.ops.resolve("mul_sigmoid", context.dtype)
 
+    @staticmethod
+    def renormalizes(config: PretrainedConfig) -> bool:
+        """Whether the chosen experts' scores are divided by their sum."""
+        return bool(config.norm_topk_prob)
+
     def forward(self, x: Rows) -> torch.Tensor:
         rows = unrounded(x)
         routed = self.experts(x, *self.gate(rows))
@@ -69,7 +74,7 @@ class Qwen2MoE(SoftmaxMoE):
 class Qwen2MoeDecoderLayer(LlamaDecoderLayer):
     """Every `decoder_sparse_step`-th layer has experts, but for `mlp_only_layers`."""
 
-    attention_class = Qwen2MoeAttention
+    attention_class: ClassVar[type[Sublayer]] = Qwen2MoeAttention
 
     def create_mlp(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str

@@ -63,12 +63,16 @@ _MODELS = {
     "Glm4MoeLiteForCausalLM": _Model("glm4_moe", "Glm4MoeLiteForCausalLM", ("glm4_moe_lite",)),
     "GptOssForCausalLM": _Model("gpt_oss", "GptOssForCausalLM", ("gpt_oss",)),
     "MiniMaxM2ForCausalLM": _Model("minimax_m2", "MiniMaxM2ForCausalLM", ("minimax_m2",)),
-}
-# Architectures that are known and not supported, and what is missing.
-_MISSING = {
-    "Qwen3NextForCausalLM": "its linear attention (Gated DeltaNet), which keeps a state for each "
-    "sequence instead of keys and values, and its format of prediction layers (mtp.fc, "
-    "mtp.layers.0, mtp.norm)",
+    "Qwen3NextForCausalLM": _Model("qwen3_next", "Qwen3NextForCausalLM", ("qwen3_next",)),
+    "Qwen3_5ForCausalLM": _Model("qwen3_5", "Qwen35ForCausalLM", ("qwen3_5_text",)),
+    "Qwen3_5MoeForCausalLM": _Model("qwen3_5", "Qwen35MoeForCausalLM", ("qwen3_5_moe_text",)),
+    "Qwen3_5ForConditionalGeneration": _Model(
+        "qwen3_5", "Qwen35ForConditionalGeneration", ("qwen3_5",)
+    ),
+    "Qwen3_5MoeForConditionalGeneration": _Model(
+        "qwen3_5", "Qwen35MoeForConditionalGeneration", ("qwen3_5_moe",)
+    ),
+    "KimiLinearForCausalLM": _Model("kimi_linear", "KimiLinearForCausalLM", ("kimi_linear",)),
 }
 
 
@@ -110,11 +114,6 @@ def choose_implementation(
         if wanted == "atom" or model_type in types:
             why = "as --model-impl says" if wanted == "atom" else "which is native"
             return Implementation("atom", ours, why)
-    if (missing := next((_MISSING[name] for name in names if name in _MISSING), None)) is not None:
-        raise ConfigError(
-            f"architecture {', '.join(names)} is not supported (type {model_type}): missing is "
-            f"{missing}"
-        )
     if wanted != "atom" and (theirs := _class_of_transformers(names, model_type)) is not None:
         why = "as no class of atom computes this"
         if wanted == "transformers":

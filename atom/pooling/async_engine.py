@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from atom.config import EngineConfig
 from atom.messages import EngineDeadError
-from atom.model_engine.admission import NO_LIMITS, Admission, AdmissionLimits
-from atom.model_engine.async_engine import EngineShuttingDownError
+from atom.model_engine.async_engine import EngineShuttingDownError, QueueFullError
 from atom.pooling.engine import PoolingEngine, Rows
 from atom.pooling.inputs import PoolingInput
 from atom.pooling.source import PoolingSource
@@ -24,9 +23,9 @@ class AsyncPoolingEngine:
         engine: what computes.
     """
 
-    def __init__(self, engine: PoolingEngine, admission: AdmissionLimits = NO_LIMITS) -> None:
+    def __init__(self, engine: PoolingEngine, max_waiting_requests: int | None) -> None:
         self.engine = engine
-        self._admission = Admission(admission)
+        self._max_waiting_requests = max_waiting_requests
         self._num_unfinished = 0
         self._is_closing = False
 
@@ -36,17 +35,17 @@ class AsyncPoolingEngine:
         config: EngineConfig,
         source: PoolingSource,
         *,
-        admission: AdmissionLimits = NO_LIMITS,
+        max_waiting_requests: int | None = None,
     ) -> AsyncPoolingEngine:
         """Load the model.
 
         Args:
-            admission: what may wait beside the request that is computed.
+            max_waiting_requests: beside the one that is computed; None for no limit.
 
         Raises:
             ConfigError, WeightError: when an option or the checkpoint is wrong.
         """
-        return cls(await asyncio.to_thread(PoolingEngine, config, source), admission)
+        return cls(await asyncio.to_thread(PoolingEngine, config, source), max_waiting_requests)
 
     @property
     def model_name(self) -> str:
@@ -57,35 +56,35 @@ class AsyncPoolingEngine:
         """Why nothing is computed; None while it is."""
         return self.engine.death
 
-    async def compute(self, inputs: Sequence[PoolingInput], client: str = "") -> Rows:
+    async def compute(self, inputs: Sequence[PoolingInput]) -> Rows:
         """A row for each input; cancelling gives up those that wait.
-
-        Args:
-            client: the name of its API key.
 
         Raises:
             RequestFailedError: when an input could not be computed.
-            QueueFullError: when more would wait than may.
+            QueueFullError: when `max_waiting_requests` would be exceeded.
             EngineDeadError: when the engine is dead, dies, or shuts down.
         """
         if self._is_closing:
             raise EngineShuttingDownError("the engine is shutting down")
         if self.trouble is not None:
             raise EngineDeadError(self.trouble)
-        num_tokens = sum(len(each.token_ids) for each in inputs)
-        num_waiting = self._num_unfinished - 1
-        with self._admission.admit(client, 1, num_tokens, num_waiting):
-            self._num_unfinished += 1
-            try:
-                return await asyncio.wrap_future(self.engine.submit(inputs))
-            except asyncio.CancelledError:
-                if self.trouble is not None:
-                    raise EngineDeadError(self.trouble) from None
-                if self._is_closing:
-                    raise EngineShuttingDownError("the engine is shutting down") from None
-                raise
-            finally:
-                self._num_unfinished -= 1
+        limit = self._max_waiting_requests
+        if limit is not None and self._num_unfinished > limit:
+            raise QueueFullError(
+                f"{self._num_unfinished - 1} requests are waiting, and one more would exceed "
+                f"max_waiting_requests={limit}; try again later"
+            )
+        self._num_unfinished += 1
+        try:
+            return await asyncio.wrap_future(self.engine.submit(inputs))
+        except asyncio.CancelledError:
+            if self.trouble is not None:
+                raise EngineDeadError(self.trouble) from None
+            if self._is_closing:
+                raise EngineShuttingDownError("the engine is shutting down") from None
+            raise
+        finally:
+            self._num_unfinished -= 1
 
     async def wait_dead(self) -> str:
         """Wait until nothing is computed any more; returns the reason."""

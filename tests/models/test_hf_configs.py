@@ -75,6 +75,37 @@ def test_fields_are_those_of_transformers(
             assert getattr(ours, name) == getattr(theirs, name), name
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {**SIZES, "num_experts": 8, "moe_renormalize": False, "num_expert_group": 2},
+        {
+            **SIZES,
+            "first_k_dense_replace": 2,
+            "linear_attn_config": {
+                "full_attn_layers": [3],
+                "kda_layers": [1, 2],
+                "num_heads": 8,
+                "head_dim": 16,
+                "short_conv_kernel_size": 3,
+            },
+        },
+    ],
+)
+def test_fields_of_kimi_linear(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Some have DeepSeek-V3's names here."""
+    raw = {"model_type": "kimi_linear", "architectures": ["A"], **fields}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+
+    ours, theirs = built_in_config(raw), AutoConfig.from_pretrained(tmp_path)
+
+    assert ours.n_routed_experts == theirs.num_local_experts
+    for name in ours.to_dict().keys() - {"n_routed_experts", "first_k_dense_replace", "dtype"}:
+        if name != "linear_attn_config":
+            assert getattr(ours, name) == getattr(theirs, name), name
+
+
 def test_a_field_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
     raw = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": 3}
     (tmp_path / "config.json").write_text(json.dumps(raw))

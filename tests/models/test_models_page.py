@@ -6,6 +6,7 @@ from pathlib import Path
 
 from models import transformers_families
 from models.families import FAMILIES
+from models.hybrids import HYBRIDS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from atom.model_loader.gguf.architectures import GGUF_NAMES
@@ -40,6 +41,12 @@ _NAMES = {
     "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2",
     "deepseek_v32": "DeepSeek-V3.2, in contexts of at most `index_topk` tokens",
     "kimi_k25": "Kimi-K2.5, as a text model",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen3.5 (text), dense",
+    "qwen3_5_moe_text": "Qwen3.5 (text), with experts",
+    "qwen3_5": "Qwen3.5, dense, as a text model",
+    "qwen3_5_moe": "Qwen3.5, with experts, as a text model",
+    "kimi_linear": "Kimi-Linear",
 }
 # Eagle3 drafts that their publishers name for a model of the family.
 _DRAFTS = {
@@ -67,8 +74,11 @@ def rows() -> list[str]:
         first = types[0]
         names = ", ".join(f"`{name}`" for name in architectures)
         gguf = ", ".join(f"`{name}`" for name in GGUF_NAMES.get(first, ())) or "no"
-        grid = any(name.partition("-")[0] == first for name in FAMILIES)
-        tests = "grid" if grid else "logits, engine, drafts"
+        tests = "logits, engine, drafts"
+        if any(name.partition("-")[0] == first for name in FAMILIES):
+            tests = "grid"
+        elif first.removesuffix("_text") in HYBRIDS:
+            tests = "hybrids"
         lines.append(f"| {_NAMES[first]} | {names} | {gguf} | {tests} | {_DRAFTS.get(first, '')} |")
     return lines
 

@@ -34,6 +34,13 @@ _COUNTS = {
     "num_experts_per_tok": 1 << 16,
     "num_aux_hidden_states": 1 << 10,
     "decoder_sparse_step": 1 << 10,
+    "linear_num_key_heads": 1 << 14,
+    "linear_num_value_heads": 1 << 14,
+    "linear_key_head_dim": 1 << 14,
+    "linear_value_head_dim": 1 << 14,
+    "linear_num_heads": 1 << 14,
+    "linear_head_dim": 1 << 14,
+    "linear_conv_kernel_dim": 1 << 6,
     "max_position_embeddings": 1 << 28,
 }
 # The same, with a minimum of 0.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from atom.models.config.hybrid_configs import KimiLinearConfig
 from atom.models.config.model_config import ModelConfig
 
 
@@ -397,6 +398,7 @@ _CONFIGS: dict[str, type[ModelConfig]] = {
         Glm4MoeConfig,
         Glm4MoeLiteConfig,
         MiniMaxM2Config,
+        KimiLinearConfig,
     )
 }
 

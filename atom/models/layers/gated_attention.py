@@ -1,0 +1,47 @@
+"""Attention whose output is multiplied by a gate of its input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from atom.model_ops.attention.metadata import AttentionMetadata
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.quant.rounding import Rows
+from atom.model_ops.rotary import RotaryEmbedding
+from atom.models.qwen3 import Qwen3Attention
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class GatedAttention(Qwen3Attention):
+    """Qwen3's, times the sigmoid of a gate for each element, projected with the queries."""
+
+    has_output_gate = True
+
+    def __init__(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> None:
+        super().__init__(config, layer_id, context, prefix)
+        self._mul_sigmoid = context.ops.resolve("mul_sigmoid", context.dtype)
+
+    @staticmethod
+    def sliding_window(config: PretrainedConfig, layer_id: int) -> int | None:
+        return None
+
+    def forward(
+        self,
+        x: Rows,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        gated, k, v = self.qkv_proj.split(self.qkv_proj(x))
+        q, gate = self.prepare_queries(gated[:, ::2]), gated[:, 1::2]
+        attended = self.attn(q, self.prepare_keys(k), v, positions, metadata, rotary)
+        # The op takes a gate for each row.
+        self._mul_sigmoid(attended.view(-1, 1), gate.reshape(-1, 1))
+        out: torch.Tensor = self.o_proj(attended)
+        return out

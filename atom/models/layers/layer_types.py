@@ -1,0 +1,25 @@
+"""Which layers of a hybrid model have attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from atom.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def is_linear(config: PretrainedConfig, layer_id: int) -> bool:
+    """Whether `layer_types` says that a layer has linear attention.
+
+    Raises:
+        ConfigError: for another type of layer than that and full attention.
+    """
+    kind = config.layer_types[layer_id]
+    if kind not in ("linear_attention", "full_attention"):
+        raise ConfigError(
+            f"layer_types says {kind!r} of layer {layer_id}; supported are linear_attention and "
+            f"full_attention"
+        )
+    return bool(kind == "linear_attention")

@@ -1,0 +1,356 @@
+"""Models with recurrent states: transformers' logits and tokens, however sequences are run."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.checkpoints import edit_config, prompt
+from models.harness import ModelBench, load_model, split
+from models.hybrids import (
+    HYBRIDS,
+    HybridCheckpoint,
+    list_layers,
+    rename_as_transformers,
+    wrap_as_seeing,
+    write_hybrid,
+)
+from ranks import run_ranks
+from spec_decode import engines
+from spec_decode.engines import create_engine, generate
+from transformers import PreTrainedTokenizerFast
+
+from atom import LLM, SamplingParams
+from atom.config import ConfigError
+from atom.graphs.capture import ReexecuteBackend
+from atom.kv_cache.base import KVCacheMemoryError, KVCachePlan
+from atom.model_engine.start_up import kv_memory
+from atom.model_engine.step import planned_graphs, step_places
+from atom.model_ops.attention.recurrent_layer import StatePart
+
+TOLERANCE = 1e-4
+LENGTH = 26
+NEW_TOKENS = 10
+K = 3
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+# Long enough for lookups, which draft late where steps overlap.
+LONG = {
+    "greedy": SamplingParams(temperature=0, max_tokens=28, ignore_eos=True),
+    "sampled": SamplingParams(temperature=0.8, seed=3, max_tokens=28, ignore_eos=True),
+}
+FAMILIES = [name for name in HYBRIDS if "-" not in name]
+PAIR = ["qwen3_next", "kimi_linear"]
+# A prompt in which a lookup finds drafts, one that is longer than the versions, a short one.
+PROMPTS = [prompt(5, seed=4) * 4, prompt(19), prompt(2, seed=1)]
+
+
+class Hybrids:
+    """Checkpoints with a tokenizer, and an Eagle3 draft for all of them, each made once."""
+
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._folder, self._tokenizer = folder, tokenizer
+        self.checkpoint = cache(self._checkpoint)
+        self.draft = cache(self._draft)
+        self.expected = cache(self._expected)
+
+    def _checkpoint(self, name: str) -> HybridCheckpoint:
+        checkpoint = write_hybrid(name, self._folder / name, vocab_size=len(self._tokenizer))
+        self._tokenizer.save_pretrained(checkpoint.folder)
+        return checkpoint
+
+    def _draft(self) -> str:
+        return str(engines.write_draft("mha", self._folder / "draft", len(self._tokenizer)))
+
+    def _expected(self, name: str, sampling: str) -> list[list[int]]:
+        """What an engine that never drafts writes, op by op."""
+        engine = create_engine(self.checkpoint(name).folder, enforce_eager=True)
+        return generate(engine, LONG[sampling], PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def hybrids(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Hybrids:
+    return Hybrids(tmp_path_factory.mktemp("hybrids"), byte_level_tokenizer)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_logits_in_every_split(hybrids: Hybrids, name: str) -> None:
+    checkpoint = hybrids.checkpoint(name)
+    bench = ModelBench(checkpoint.folder)
+    tokens = prompt(LENGTH)
+    expected = checkpoint.logits(tokens)
+    assert_close(bench.run(tokens, [LENGTH], "whole"), expected)
+    assert_close(bench.run(tokens, [11, 7, 1], "chunked"), expected)
+    others = {str(seed): prompt(6 + 5 * seed, seed) for seed in (1, 2, 3)}
+    pieces = {key: split(ids, [4 * int(key), 3, 1]) for key, ids in others.items()}
+    found: dict[str, list[torch.Tensor]] = {key: [] for key in others}
+    while any(pieces.values()):
+        batch = {key: left.pop(0) for key, left in pieces.items() if left}
+        for key, logits in bench.step(batch).items():
+            found[key].append(logits)
+    for key, ids in others.items():
+        assert_close(torch.cat(found[key]), checkpoint.logits(ids))
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_chunks_may_end_anywhere(hybrids: Hybrids, name: str) -> None:
+    bench = ModelBench(hybrids.checkpoint(name).folder)
+    tokens = prompt(14, seed=2)
+    whole = bench.run(tokens, [14], "whole")
+    for first in range(1, 14):
+        assert_close(bench.run(tokens, [first, 14], str(first)), whole)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_names_of_transformers(name: str, tmp_path: Path) -> None:
+    checkpoint = write_hybrid(name, tmp_path)
+    tokens = prompt(6)
+    before = ModelBench(tmp_path).run(tokens, [6])
+    rename_as_transformers(checkpoint)
+    assert torch.equal(ModelBench(tmp_path).run(tokens, [6]), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "model_type"),
+    [
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration", "qwen3_5"),
+        ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+    ],
+)
+def test_text_models_of_models_that_see(
+    name: str,
+    architecture: str,
+    model_type: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checkpoint = write_hybrid(name, tmp_path)
+    tokens = prompt(6)
+    before = ModelBench(tmp_path).run(tokens, [6])
+    wrap_as_seeing(checkpoint, architecture, model_type)
+    with caplog.at_level(logging.INFO, logger="atom"):
+        found = ModelBench(tmp_path).run(tokens, [6])
+    assert torch.equal(found, before)
+    assert sum("vision weights are skipped" in record.message for record in caplog.records) == 1
+
+
+def test_layers_of_kimi_linear_as_published(tmp_path: Path) -> None:
+    checkpoint = write_hybrid("kimi_linear", tmp_path)
+    tokens = prompt(6)
+    before = ModelBench(tmp_path).run(tokens, [6])
+    list_layers(checkpoint)
+    assert torch.equal(ModelBench(tmp_path).run(tokens, [6]), before)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks(hybrids: Hybrids, name: str) -> None:
+    checkpoint = hybrids.checkpoint(name)
+    tokens = prompt(LENGTH)
+    found = run_ranks(2, lambda g: ModelBench(checkpoint.folder, group=g).run(tokens, [23, 1]))
+    assert_close(found[0], checkpoint.logits(tokens))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_quantised_when_loaded(hybrids: Hybrids, name: str) -> None:
+    checkpoint = hybrids.checkpoint(name)
+    tokens = prompt(LENGTH)
+    bench = ModelBench(checkpoint.folder, quantization="int8")
+    found, expected = bench.run(tokens, [LENGTH]), checkpoint.logits(tokens)
+    # A flipped choice of experts moves single rows, so only the bulk is compared.
+    assert (found - expected).abs().median() < 0.2 * expected.std()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens(
+    hybrids: Hybrids, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Preempted, and where a cached prefix would be found if it brought back states."""
+    caplog.set_level(logging.INFO, logger="atom")
+    checkpoint = hybrids.checkpoint(name)
+    shared = prompt(20)
+    prompts = [[*shared, *prompt(n, seed=n)] for n in (1, 6, 15)]
+    expected = [greedy(checkpoint, token_ids) for token_ids in prompts]
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(16, 0))
+        engine = create_engine(checkpoint.folder, max_model_len=60)
+    assert generate(engine, GREEDY, prompts) == expected
+    assert engine.engine.core.stats.num_preemptions > 0
+    again = engine.generate(prompts[1:], GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in again] == expected[1:]
+    assert not any(output.num_cached_tokens for output in again)
+    assert sum("prefix caching is off" in record.message for record in caplog.records) == 1
+
+
+def greedy(checkpoint: HybridCheckpoint, token_ids: list[int]) -> list[int]:
+    with torch.inference_mode():
+        rest, cache_, tokens = list(token_ids), None, []
+        while len(tokens) < NEW_TOKENS:
+            for token in rest:
+                output = checkpoint.reference(
+                    torch.tensor([[token]]), past_key_values=cache_, use_cache=True
+                )
+                cache_ = output.past_key_values
+            rest = [int(output.logits[0, -1].argmax())]
+            tokens += rest
+    return tokens
+
+
+DRAFTS = ("suffix", "eagle3")
+RUNS = ("op by op", "recorded", "graphs")
+
+
+def speculating(
+    hybrids: Hybrids, name: str, method: str, run: str, patch: pytest.MonkeyPatch, **options: Any
+) -> LLM:
+    if method == "eagle3":
+        options["draft_model"] = hybrids.draft()
+    with patch.context() as context:
+        if run == "graphs":
+            context.setattr(planned_graphs, "capture_backend", lambda _: ReexecuteBackend())
+        return create_engine(
+            hybrids.checkpoint(name).folder,
+            method=method,
+            num_speculative_tokens=K,
+            speculative_adaptive=False,
+            enforce_eager=run == "op by op",
+            max_num_batched_tokens=16,
+            max_num_seqs=4,
+            **options,
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "overlap", "run"), itertools.product(PAIR, DRAFTS, (False, True), RUNS)
+)
+def test_drafts_change_no_token(
+    hybrids: Hybrids,
+    name: str,
+    method: str,
+    overlap: bool,
+    run: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts come in chunks of at most 16 tokens, beside sequences that verify drafts."""
+    engine = speculating(hybrids, name, method, run, monkeypatch, overlap=overlap)
+    for sampling, given in LONG.items():
+        assert generate(engine, given, PROMPTS) == hybrids.expected(name, sampling)
+    assert engine.engine.core.stats.spec_decode.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_verified_tokens_are_single_ones(hybrids: Hybrids, name: str) -> None:
+    """Whatever was accepted of a step's drafts, the next one goes on from there."""
+    bench = ModelBench(hybrids.checkpoint(name).folder, most_drafts=K)
+    tokens = prompt(22, seed=7)
+    expected = bench.run(tokens, [9, 1], "single")
+    assert_close(rejecting(bench, tokens), expected)
+
+
+def rejecting(bench: ModelBench, tokens: list[int]) -> torch.Tensor:
+    """The logits of tokens, each of which some step before it has verified among wrong ones."""
+    logits = [bench.step({"some": tokens[:9]})["some"]]
+    start, accepted = 9, itertools.cycle((0, 3, 1, 2))
+    while start < len(tokens):
+        right = tokens[start : start + 1 + next(accepted)]
+        wrong = [(token + 1) % 50 + 3 for token in tokens[start + len(right) : start + K + 1]]
+        logits.append(bench.step({"some": right + wrong})["some"][: len(right)])
+        start += len(right)
+        bench.rewind("some", start)
+    return torch.cat(logits)
+
+
+def test_a_version_too_few_is_noticed(hybrids: Hybrids, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StatePart, "num_versions", lambda self, most: most + self.reach - 1)
+    bench = ModelBench(hybrids.checkpoint("qwen3_next").folder, most_drafts=K)
+    tokens = prompt(22, seed=7)
+    found, expected = rejecting(bench, tokens), bench.run(tokens, [9, 1], "single")
+    assert (found - expected).abs().max() > 0.01
+
+
+def test_padding_that_writes_is_noticed(hybrids: Hybrids, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if padding had the row of a sequence."""
+    pad = step_places.Places.pad
+    monkeypatch.setattr(
+        step_places.Places, "pad", lambda self, length, places, _: pad(self, length, places, 0)
+    )
+    engine = speculating(hybrids, "qwen3_next", "suffix", "graphs", monkeypatch)
+    assert generate(engine, LONG["greedy"], PROMPTS) != hybrids.expected("qwen3_next", "greedy")
+
+
+def test_no_source_drafts_more_than_there_are_versions(
+    hybrids: Hybrids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup beside a draft makes up to 15 drafts where a model has no states."""
+    engine = speculating(
+        hybrids, "kimi_linear", "eagle3", "graphs", monkeypatch, speculative_lookup=True
+    )
+    assert engine.engine.core.executor.parts.drafter.max_drafts == K
+
+
+def test_states_that_do_not_fit_are_refused_with_numbers(hybrids: Hybrids) -> None:
+    folder = hybrids.checkpoint("kimi_linear").folder
+    # Two layers, four matrices of 12 x 12 and three inputs of 144 channels, in float32.
+    row = 2 * 4 * (4 * 4 * 12 * 12 + (K + 3) * 144)
+    with pytest.raises(KVCacheMemoryError, match=f"17 x {row} = {17 * row} bytes"):
+        create_engine(
+            folder, method="suffix", num_speculative_tokens=K, kv_cache_memory=str(17 * row)
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mla_use_nope": False}, "mla_use_nope=False"),
+        ({"mla_use_output_gate": True}, "mla_use_output_gate=True is not supported"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func='softmax'"),
+        (
+            {"layer_types": ["linear_attention", "conv", "full_attention"]},
+            "layer_types says 'conv'",
+        ),
+        (
+            {"layer_types": None, "linear_attn_config": {"full_attn_layers": [2]}},
+            "should list full_attn_layers and kda_layers",
+        ),
+        (
+            {
+                "layer_types": None,
+                "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 2]},
+            },
+            "each of the layers 1 to 3 once",
+        ),
+    ],
+)
+def test_what_kimi_linear_does_not_have(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_hybrid("kimi_linear", tmp_path)
+    edit_config(tmp_path, **fields)
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path, 32)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
+def test_prediction_layers_are_refused(hybrids: Hybrids, name: str) -> None:
+    with pytest.raises(ConfigError, match="method mtp"):
+        create_engine(hybrids.checkpoint(name).folder, method="mtp", num_speculative_tokens=1)
+
+
+def test_a_draft_model_with_states_is_refused(hybrids: Hybrids) -> None:
+    folder = str(hybrids.checkpoint("qwen3_5").folder)
+    with pytest.raises(ConfigError, match="recurrent states"):
+        create_engine(
+            hybrids.checkpoint("kimi_linear").folder,
+            method="draft_model",
+            draft_model=folder,
+            num_speculative_tokens=1,
+        )
