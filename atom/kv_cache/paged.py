@@ -18,21 +18,23 @@ from atom.model_ops.attention.metadata import CacheTensor, KVCacheTensor
 
 @dataclass(frozen=True)
 class _PoolLayout:
-    """Layers that share a pool: their stored parts have the same names and shape.
+    """Layers that share a pool: their stored parts have the same names, shape and dtype.
 
     Attributes:
         names: of the parts.
         shape: of each part, for one token.
+        dtype: of their elements.
         layer_ids: the layers that store them.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
+    dtype: torch.dtype
     layer_ids: list[int] = field(default_factory=list)
 
-    def bytes_of(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> int:
+    def bytes_of(self, num_blocks: int, block_size: int) -> int:
         layer_elements = len(self.names) * math.prod(self.shape)
-        return len(self.layer_ids) * num_blocks * block_size * layer_elements * dtype.itemsize
+        return len(self.layer_ids) * num_blocks * block_size * layer_elements * self.dtype.itemsize
 
 
 class PagedCache:
@@ -49,7 +51,7 @@ class PagedCache:
 
     Args:
         layers: by layer id.
-        dtype: storage dtype.
+        dtype: storage dtype, unless a layer has another one.
         prefix: of the tensor names.
         is_windowed: whether the layers have a window and this cache's blocks are for them alone.
     """
@@ -65,16 +67,15 @@ class PagedCache:
     ) -> None:
         self._layers = layers
         self._block_size = block_size
-        self._dtype = dtype
         self._device = device
         self._prefix = prefix
         self._is_windowed = is_windowed
-        self._pools = _pool_layouts(layers)
+        self._pools = _pool_layouts(layers, dtype)
         self._views: dict[int, CacheTensor] = {}
 
     def compute_block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        return sum(pool.bytes_of(1, self._block_size, self._dtype) for pool in self._pools)
+        return sum(pool.bytes_of(1, self._block_size) for pool in self._pools)
 
     def allocate_kv_cache_tensors(self, num_blocks: int) -> dict[str, torch.Tensor]:
         """Allocate zeroed pools of `num_blocks` plus spare blocks; replaces earlier ones."""
@@ -109,30 +110,30 @@ class PagedCache:
         """[layers, parts, blocks, block_size, *shape]."""
         blocks = num_blocks + num_spare_blocks(self._device)
         per_layer = (len(pool.names), blocks, self._block_size, *pool.shape)
-        return zeroed_pool((len(pool.layer_ids), *per_layer), self._dtype, self._device)
+        return zeroed_pool((len(pool.layer_ids), *per_layer), pool.dtype, self._device)
 
     def _scales(self, pool: _PoolLayout) -> torch.Tensor | None:
         """[layers, parts] float32; None unless the storage is FP8."""
-        if self._dtype not in FP8_TYPES:
+        if pool.dtype not in FP8_TYPES:
             return None
         rows = []
         for layer_id in pool.layer_ids:
             layer = self._layers[layer_id]
             names = list(layer.stored_parts())
-            scales = layer.stored_scales(self._dtype)
+            scales = layer.stored_scales(pool.dtype)
             rows.append(scales[[names.index(name) for name in pool.names]])
         return torch.stack(rows)
 
 
-def _pool_layouts(layers: Mapping[int, CachedAttention]) -> list[_PoolLayout]:
+def _pool_layouts(layers: Mapping[int, CachedAttention], storage: torch.dtype) -> list[_PoolLayout]:
     """The pools, in the order in which layers first need them."""
-    pools: dict[tuple[tuple[str, ...], tuple[int, ...]], _PoolLayout] = {}
+    pools: dict[tuple[tuple[str, ...], tuple[int, ...], torch.dtype], _PoolLayout] = {}
     for layer_id, layer in layers.items():
         names_of: dict[tuple[int, ...], list[str]] = {}
         for name, shape in layer.stored_parts().items():
             names_of.setdefault(shape, []).append(name)
         for shape, names in names_of.items():
-            kind = tuple(names), shape
+            kind = tuple(names), shape, layer.storage_of(storage)
             pools.setdefault(kind, _PoolLayout(*kind)).layer_ids.append(layer_id)
     return list(pools.values())
 

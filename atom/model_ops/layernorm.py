@@ -169,11 +169,11 @@ class RMSNormPair:
     """Two norms of parts of the same rows; their weights are those of the layers' own.
 
     Args:
-        reader: the only one that reads the first.
+        reader: the only one that reads the first; None if there are several.
     """
 
     def __init__(
-        self, first: RMSNorm, second: RMSNorm, reader: Reader, context: LayerContext
+        self, first: RMSNorm, second: RMSNorm, reader: Reader | None, context: LayerContext
     ) -> None:
         self._layers = first, second
         sizes = len(first.weight), len(second.weight)

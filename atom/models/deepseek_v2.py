@@ -57,6 +57,7 @@ class DeepseekV2Attention(Sublayer):
         is_merged: whether the projections to low-rank queries and latents are one product.
     """
 
+    mla_class: ClassVar[type[MLAAttention]] = MLAAttention
     q_proj: ColumnParallelLinear
     q_a_proj: ReplicatedLinear
     kv_a_proj_with_mqa: ReplicatedLinear
@@ -84,7 +85,7 @@ class DeepseekV2Attention(Sublayer):
             context,
             f"{prefix}.o_proj",
         )
-        self.attn = MLAAttention(
+        self.attn = self.mla_class(
             self.kv_b_proj.num_heads,
             self.rank,
             self.rope_dim,
@@ -101,6 +102,11 @@ class DeepseekV2Attention(Sublayer):
     @property
     def reader(self) -> LinearBase | None:
         return self.qkv_a_proj if self.is_merged else None
+
+    @property
+    def reader_of_queries(self) -> LinearBase | None:
+        """The only one that reads the normed low-rank queries; None if there are several."""
+        return self.q_b_proj
 
     @staticmethod
     def input_size(config: PretrainedConfig) -> int:
@@ -130,7 +136,7 @@ class DeepseekV2Attention(Sublayer):
             )
             # Not a module: its weights are those of the two.
             self._norms = RMSNormPair(
-                self.q_a_layernorm, self.kv_a_layernorm, self.q_b_proj, context
+                self.q_a_layernorm, self.kv_a_layernorm, self.reader_of_queries, context
             )
             return
         for name, count in downs.items():
@@ -140,17 +146,25 @@ class DeepseekV2Attention(Sublayer):
         """[T, input_size] -> queries [T, heads, nope + rope], latents [T, rank], and the shared
         part of the keys [T, rope].
         """
+        if self.has_low_rank_queries:
+            low, latent, k_rope = self._project_down(x)
+            return self._queries(low), latent, k_rope
+        q = self.q_proj(x).view(x.shape[0], -1, self.nope_dim + self.rope_dim)
+        return q, *self._latents(self.kv_a_proj_with_mqa(x))
+
+    def _project_down(self, x: Rows) -> tuple[Rows, torch.Tensor, torch.Tensor]:
+        """The normed low-rank queries [T, q_lora_rank], and the rest as of `_project`."""
         if self.is_merged:
             down = self.qkv_a_proj(x)
             low, latent = self._norms(down)
-            q, k_rope = self.q_b_proj(low), down[:, -self.rope_dim :]
-        else:
-            if self.has_low_rank_queries:
-                q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-            else:
-                q = self.q_proj(x)
-            latent, k_rope = self._latents(self.kv_a_proj_with_mqa(x))
-        return q.view(x.shape[0], -1, self.nope_dim + self.rope_dim), latent, k_rope
+            return low, latent, down[:, -self.rope_dim :]
+        low = self.q_a_layernorm(self.q_a_proj(x))
+        return low, *self._latents(self.kv_a_proj_with_mqa(x))
+
+    def _queries(self, low: Rows) -> torch.Tensor:
+        """Those of low-rank ones."""
+        q: torch.Tensor = self.q_b_proj(low)
+        return q.view(len(q), -1, self.nope_dim + self.rope_dim)
 
     def _latents(self, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The normed latents, and the rest, of [T, rank + rope]."""
@@ -319,7 +333,11 @@ class DeepseekV2ForCausalLM(MTPTarget):
     """Source of names and computation: transformers' `deepseek_v2`."""
 
     layer_class = DeepseekV2DecoderLayer
-    needed = ("v_head_dim", "num_experts_per_tok", "first_k_dense_replace")
+    needed: ClassVar[tuple[str, ...]] = (
+        "v_head_dim",
+        "num_experts_per_tok",
+        "first_k_dense_replace",
+    )
 
     def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
         return RotaryEmbedding(config, config.qk_rope_head_dim, context, interleaved=True)

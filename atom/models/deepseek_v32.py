@@ -1,51 +1,154 @@
-"""DeepSeek-V3.2 in contexts where its sparse attention chooses all tokens: DeepSeek-V3 there."""
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention (DSA)."""
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+import torch
 
 from atom.config import ConfigError
+from atom.model_ops.attention.metadata import AttentionMetadata
+from atom.model_ops.attention.mla import MLAAttention
+from atom.model_ops.attention.sparse import Indexer, SparseMLAAttention
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import LinearBase
+from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rotary import RotaryEmbedding
-from atom.models.deepseek_v2 import DeepseekV2ForCausalLM, TypedDecoderLayer
+from atom.models.deepseek_v2 import (
+    DeepseekV2Attention,
+    DeepseekV2ForCausalLM,
+    TypedDecoderLayer,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-logger = logging.getLogger(__name__)
+# What the last indexer of a pass chose, for layers that share it.
+_CHOSEN = "chosen tokens"
+
+
+class DeepseekV32Attention(DeepseekV2Attention):
+    """MLA to the tokens that an indexer chooses: the layer's own, or that of a layer before.
+
+    Attributes:
+        indexer: None in a layer that shares the choice of the last one that has one.
+        is_shared: whether the next layer shares this one's choice.
+    """
+
+    mla_class: ClassVar[type[MLAAttention]] = SparseMLAAttention
+    # Of the indexer; the rest of the layer rotates pairs of neighbours.
+    interleaved: ClassVar[bool] = False
+    attn: SparseMLAAttention
+
+    def __init__(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> None:
+        super().__init__(config, layer_id, context, prefix)
+        if config.index_head_dim < config.qk_rope_head_dim:
+            raise ConfigError(
+                f"{config.model_type} with index_head_dim={config.index_head_dim}: it should be at "
+                f"least qk_rope_head_dim={config.qk_rope_head_dim}, which is rotated"
+            )
+        self.indexer = None
+        self.is_shared = shares_choice(config, layer_id + 1)
+        if not shares_choice(config, layer_id):
+            self.indexer = Indexer(
+                config.index_topk,
+                config.index_n_heads,
+                config.index_head_dim,
+                config.q_lora_rank,
+                self.input_size(config),
+                self.interleaved,
+                context,
+                f"{prefix}.indexer",
+            )
+
+    @property
+    def reader(self) -> LinearBase | None:
+        return super().reader if self.indexer is None else None
+
+    @property
+    def reader_of_queries(self) -> LinearBase | None:
+        return None  # the indexer is another one
+
+    def forward(
+        self,
+        x: Rows,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        low, latent, k_rope = self._project_down(x)
+        if self.indexer is None:
+            chosen: AttentionMetadata | None = metadata.derive(_CHOSEN, _nothing_to_share)
+        else:
+            chosen = self.indexer(x, unrounded(low), positions, metadata, rotary)
+            if self.is_shared:
+                metadata.leave(_CHOSEN, chosen)
+        rows = self._queries(low), latent, k_rope, self.kv_b_proj.by_head()
+        out: torch.Tensor = self.o_proj(
+            self.attn.attend_to(chosen, *rows, positions, metadata, rotary)
+        )
+        return out
+
+    def write_kv(
+        self,
+        x: Rows,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> None:
+        super().write_kv(x, positions, metadata, rotary)
+        if self.indexer is not None:
+            self.indexer.write(x, positions, metadata, rotary)
+
+
+class DeepseekV32DecoderLayer(TypedDecoderLayer):
+    attention_class = DeepseekV32Attention
 
 
 class DeepseekV32ForCausalLM(DeepseekV2ForCausalLM):
-    """Source of names and computation: transformers' `deepseek_v32`.
+    """Source of names and computation: transformers' `deepseek_v32`."""
 
-    Every layer has an indexer, which chooses the `index_topk` tokens that a query attends to. It is
-    not implemented, and its weights are not loaded: among at most so many tokens it chooses all.
-
-    Raises:
-        ConfigError: for longer contexts.
-    """
-
-    layer_class = TypedDecoderLayer
-    skipped = (r"self_attn\.indexer\..*",)
-
-    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
-        if context.max_model_len > config.index_topk:
-            raise ConfigError(
-                f"{config.model_type} attends to {config.index_topk} chosen tokens (index_topk), "
-                f"and its indexer, which chooses them, is not implemented; contexts of at most so "
-                f"many need none. max_model_len={context.max_model_len} is longer; use "
-                f"--max-model-len {config.index_topk}"
-            )
-        super().__init__(config, context, prefix)
-        if context.device.type != "meta":  # not when it is only sketched
-            logger.info(
-                "%s: attention is dense and the indexers' weights (self_attn.indexer) are skipped: "
-                "of %d tokens (max_model_len) they would choose all, up to %d (index_topk)",
-                config.model_type,
-                context.max_model_len,
-                config.index_topk,
-            )
+    layer_class = DeepseekV32DecoderLayer
+    needed: ClassVar[tuple[str, ...]] = (*DeepseekV2ForCausalLM.needed, "q_lora_rank")
 
     def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
         return RotaryEmbedding(config, config.qk_rope_head_dim, context, interleaved=True)
+
+
+class GlmMoeDsaAttention(DeepseekV32Attention):
+    interleaved = True
+
+
+class GlmMoeDsaDecoderLayer(DeepseekV32DecoderLayer):
+    attention_class = GlmMoeDsaAttention
+
+
+class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
+    """Source of names and computation: transformers' `glm_moe_dsa`."""
+
+    layer_class = GlmMoeDsaDecoderLayer
+
+
+def shares_choice(config: PretrainedConfig, layer_id: int) -> bool:
+    """Whether a layer has no indexer; those of prediction, and what is behind the last, have one.
+
+    Raises:
+        ConfigError: for another type of indexer than `full` and `shared`, or a first one that is
+            shared.
+    """
+    kinds = getattr(config, "indexer_types", None)  # not in every family
+    if kinds is None or layer_id >= config.num_hidden_layers:
+        return False
+    kind = kinds[layer_id]
+    if kind not in ("full", "shared") or (kind == "shared" and layer_id == 0):
+        raise ConfigError(
+            f"indexer_types says {kind!r} of layer {layer_id}; supported are full and shared, and "
+            f"the first layer has none to share"
+        )
+    return bool(kind == "shared")
+
+
+def _nothing_to_share() -> NoReturn:
+    raise RuntimeError("a layer that shares the choice of tokens ran before any that chooses")

@@ -43,6 +43,7 @@ _MODELS = {
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Kimi_K25ForConditionalGeneration": _KIMI_K25,  # transformers' spelling of the same
     "DeepseekV32ForCausalLM": _Model("deepseek_v32", "DeepseekV32ForCausalLM", ("deepseek_v32",)),
+    "GlmMoeDsaForCausalLM": _Model("deepseek_v32", "GlmMoeDsaForCausalLM", ("glm_moe_dsa",)),
     "Qwen2ForCausalLM": _Model("qwen2", "Qwen2ForCausalLM", ("qwen2",)),
     "Qwen2MoeForCausalLM": _Model("qwen2_moe", "Qwen2MoeForCausalLM", ("qwen2_moe",)),
     "Qwen3MoeForCausalLM": _Model("qwen3_moe", "Qwen3MoeForCausalLM", ("qwen3_moe",)),

@@ -62,7 +62,7 @@ def speculation(method: str, k: int, folder: Path, vocab_size: int) -> dict[str,
     return {**options, "method": engines.method_of(method), "draft_model": str(draft)}
 
 
-@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "glm_moe_dsa"])
 def test_tokens_of_graphs(
     kind: str,
     tmp_path: Path,
@@ -82,6 +82,8 @@ def test_tokens_of_graphs(
     assert stats.num_draft_steps == 0
     for method in METHODS:
         if (kind, method) in (("llama", "mtp"), ("llama", "mla"), ("deepseek_v3", "peagle")):
+            continue
+        if kind == "glm_moe_dsa" and method not in ("mtp", "suffix"):
             continue
         options = speculation(method, 3, tmp_path, len(byte_level_tokenizer))
         engine, replays = graphed_engine(monkeypatch, target, **options)

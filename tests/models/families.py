@@ -11,6 +11,8 @@ from models.checkpoints import DENSE, MLA, Checkpoint, write_checkpoint
 # Of configurations: a family's name is its model type; `<name>-<variant>` changes some fields.
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _GROUPS = {"n_group": 4, "topk_group": 2}
+# So many heads that scores of 0, of which transformers chooses any, are rare.
+_INDEXER = {"index_topk": 12, "index_n_heads": 8, "index_head_dim": 16}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -194,9 +196,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **MLA,
             **_EXPERTS,
             **_GROUPS,
-            "index_n_heads": 2,
-            "index_head_dim": 16,
             "num_nextn_predict_layers": 1,
+            **_INDEXER,
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {
+            **MLA,
+            **_EXPERTS,
+            "num_nextn_predict_layers": 1,
+            "indexer_types": ["full", "shared", "full"],
+            **_INDEXER,
         },
     ),
     "glm4_moe_lite": ("Glm4MoeLite", {**MLA, **_EXPERTS, "v_head_dim": 16}),

@@ -29,7 +29,7 @@ LENGTH = 30
 NEW_TOKENS = 10
 # Without those that differ only in what a logit shows.
 ENGINES = [name for name in FAMILIES if "-" not in name or name == "mistral-window"]
-WITH_PREDICTION_LAYERS = ["glm4_moe", "glm4_moe_lite", "deepseek_v32"]
+WITH_PREDICTION_LAYERS = ["glm4_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"]
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
@@ -175,17 +175,6 @@ def test_minimax_m2_as_published(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(raw | published | {field: value}))
         with pytest.raises(ConfigError, match=f"minimax_m2 with {field}="):
             ModelBench(tmp_path)
-
-
-def test_contexts_that_the_indexer_would_cut_are_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_family("deepseek_v32", tmp_path, index_topk=32)
-    with caplog.at_level(logging.INFO, logger="atom"):
-        ModelBench(tmp_path, max_model_len=32)
-    assert sum("indexers' weights" in record.message for record in caplog.records) == 1
-    with pytest.raises(ConfigError, match=r"max_model_len=33 is longer; use --max-model-len 32"):
-        ModelBench(tmp_path, max_model_len=33)
 
 
 @pytest.mark.parametrize("name", WITH_PREDICTION_LAYERS)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import checkpoints
+from models.families import write_family
 from models.harness import load_model
 
 from atom.config import ModelOptions
@@ -37,6 +38,13 @@ def test_one_rank_is_the_model_that_is_served(tmp_path: Path, family: object) ->
     assert sizes.weights == sum(parameter.nbytes for parameter in model.parameters())
     cache = PagedCache(attention_layers(model), 4, torch.float32, torch.device("cpu"))
     assert 4 * sizes.cached_token == cache.compute_block_bytes()
+
+
+def test_keys_of_indexers_are_part_of_a_token(tmp_path: Path) -> None:
+    folder = write_family("glm_moe_dsa", tmp_path).folder
+    # Three layers of latents, and two with keys; every rank has all.
+    assert sizes_of(folder, 1).cached_token == sizes_of(folder, 2).cached_token
+    assert sizes_of(folder, 1).cached_token == 4 * (3 * (32 + 8) + 2 * 16)
 
 
 def test_ranks_split_what_layers_split(tmp_path: Path) -> None:

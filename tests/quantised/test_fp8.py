@@ -69,7 +69,7 @@ def test_blocks_of_minimax_m2_as_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("exact_activations")
-def test_blocks_of_an_indexer_are_skipped_with_it(tmp_path: Path) -> None:
+def test_blocks_of_an_indexer(tmp_path: Path) -> None:
     folder = write_family("deepseek_v32", tmp_path / "plain", hidden_size=160).folder
     stored, dense = quantised(folder, BLOCKS, pack_blocks())
     assert any("indexer.wk.weight_scale_inv" in name for name in load_file(stored / FILE))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models import checkpoints
+from models.families import write_family
 from spec_decode import block_bench, draft_bench
 from spec_decode.mtp_reference import add_mtp_layers
 from transformers import PreTrainedTokenizerFast
@@ -59,8 +60,9 @@ def write_target(
 def write_checkpoint(
     kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast, **fields: Any
 ) -> checkpoints.Checkpoint:
-    """A `llama`, a `deepseek_v3` (latent attention, experts, prediction layers) or a `kimi_k25`
-    (the same in a nested config, more layers, no prediction layers) checkpoint.
+    """A `llama`, a `deepseek_v3` (latent attention, experts, prediction layers), a `kimi_k25`
+    (the same in a nested config, more layers, no prediction layers), or a `deepseek_v32` or
+    `glm_moe_dsa` (sparse attention, a prediction layer) checkpoint.
 
     Args:
         fields: of its config.
@@ -70,8 +72,11 @@ def write_checkpoint(
         checkpoint = checkpoints.llama(folder, **fields)
     elif kind == "kimi_k25":
         checkpoint = checkpoints.kimi_k25(folder, **{"num_hidden_layers": 8, **fields})
-    else:
+    elif kind == "deepseek_v3":
         checkpoint = checkpoints.deepseek_v3(folder, num_nextn_predict_layers=2, **fields)
+        add_mtp_layers(folder)
+    else:
+        checkpoint = write_family(kind, folder, **fields)
         add_mtp_layers(folder)
     tokenizer.save_pretrained(folder)
     return checkpoint

@@ -130,10 +130,13 @@ class ReferenceMTP:
         q = torch.cat([q[..., :nope], self.rotate(q[..., nope:])], -1)
         k = torch.cat([expanded[..., :nope], k_rope], -1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * (nope + rope) ** -0.5
-        future = torch.ones(len(x), len(x)).triu(1).bool()
-        weights = scores.masked_fill(future, -math.inf).softmax(-1)
+        weights = scores.masked_fill(self.unseen(x, low), -math.inf).softmax(-1)
         out = torch.einsum("hqk,khd->qhd", weights, expanded[..., nope:])
         return self.linear(out.flatten(1), "self_attn.o_proj")
+
+    def unseen(self, x: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        """[T, T] bool: what each row does not attend to."""
+        return torch.ones(len(x), len(x)).triu(1).bool()
 
     def rotate(self, a: torch.Tensor) -> torch.Tensor:
         """[T, heads, rope], pairs (x0, x1), (x2, x3), ... by position."""
@@ -167,6 +170,28 @@ class ReferenceMTP:
     def mlp(self, x: torch.Tensor, name: str) -> torch.Tensor:
         gate, up = self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj")
         return self.linear(F.silu(gate) * up, f"{name}.down_proj")
+
+
+class SparseMTP(ReferenceMTP):
+    """Prediction layers with an indexer of their own."""
+
+    def unseen(self, x: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        raw, own, rope = self.raw, "self_attn.indexer", self.raw["qk_rope_head_dim"]
+        size = raw["index_head_dim"]
+        q = self.linear(low, f"{own}.wq_b").view(len(x), -1, size)
+        bias = self.tensors[f"model.layers.{self.layer}.{own}.k_norm.bias"]
+        k = self.linear(x, f"{own}.wk")
+        k = F.layer_norm(k, (size,), self.get(f"{own}.k_norm"), bias, 1e-6)[:, None]
+        turn = self.rotate if raw["model_type"] == "glm_moe_dsa" else self.rotate_halves
+        q, k = (torch.cat([turn(a[..., :rope]), a[..., rope:]], -1) for a in (q, k))
+        products = torch.einsum("qhd,kd->qhk", q, k[:, 0]).relu()
+        scores = torch.einsum("qhk,qh->qk", products, self.linear(x, f"{own}.weights_proj"))
+        future = super().unseen(x, low)
+        best = scores.masked_fill(future, -math.inf).topk(min(raw["index_topk"], len(x))).indices
+        return future | torch.ones_like(future).scatter(-1, best, False)
+
+    def rotate_halves(self, a: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.turn(*a.chunk(2, -1)), -1)
 
 
 class GroupedMTP(ReferenceMTP):

@@ -21,6 +21,8 @@ METHODS = {
     "llama": ["mha", "mla", "suffix", "peagle", *BLOCK, "model"],
     "deepseek_v3": ["mha", "mla", "suffix", "mtp", "peagle", *BLOCK, "model"],
     "kimi_k25": ["kimi", "dspark"],
+    "deepseek_v32": ["mtp", "suffix"],
+    "glm_moe_dsa": ["mha", "mtp"],
 }
 ONE_PASS = ("peagle", "kimi", *BLOCK)
 

@@ -16,7 +16,13 @@ from quantised.packing import Packed, quantised
 from quantised.test_gptq import pack
 from spec_decode import engines
 from spec_decode.engines import create_engine, generate, params
-from spec_decode.mtp_reference import GroupedMTP, ReferenceMTP, add_mtp_layers, remove_tensors
+from spec_decode.mtp_reference import (
+    GroupedMTP,
+    ReferenceMTP,
+    SparseMTP,
+    add_mtp_layers,
+    remove_tensors,
+)
 from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
@@ -173,6 +179,37 @@ def test_glm(name: str, dense: type[ReferenceMTP], tmp_path: Path, rows) -> None
     drafts, states = MTPBench(load(tmp_path)).propose("seq", [5, 1], tokens, hidden, 3)
     assert drafts == expected[0]
     torch.testing.assert_close(states, expected[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_layers_with_an_indexer_choose_themselves(name: str, tmp_path: Path, rows) -> None:
+    write_family(name, tmp_path)
+    add_mtp_layers(tmp_path)
+    tokens, hidden = rows(25)
+    expected = SparseMTP(tmp_path).propose(tokens, hidden, 3)
+    drafts, states = MTPBench(load(tmp_path)).propose("seq", [15, 4, 1], tokens, hidden, 3)
+    assert drafts == expected[0]
+    torch.testing.assert_close(states, expected[1], atol=1e-4, rtol=1e-4)
+    dense, _ = ReferenceMTP(tmp_path).propose(tokens, hidden, 3)
+    assert drafts != dense
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_writing_the_cache_alone_writes_the_keys_of_an_indexer(
+    name: str, tmp_path: Path, rows
+) -> None:
+    write_family(name, tmp_path)
+    add_mtp_layers(tmp_path)
+    tokens, hidden = rows(25)
+    mtp = load(tmp_path)
+    whole = MTPBench(mtp).forward(0, "seq", 0, tokens, hidden)
+    bench = MTPBench(mtp)
+    blocks = [(7 * i + 3) % 32 for i in range(0, 32, 4)]
+    metadata = attention_metadata([Part(20, 0, blocks)], 4, CPU)
+    with torch.inference_mode():
+        mtp.write_kv(torch.tensor(tokens[:20]), hidden[:20], torch.arange(20), metadata)
+    found = bench.forward(0, "seq", 20, tokens[20:], hidden[20:])
+    torch.testing.assert_close(found, whole[20:])
 
 
 def test_absent_embedding_and_head_are_the_targets(tmp_path: Path) -> None:

@@ -48,6 +48,10 @@ class CachedAttention(nn.Module, ABC):
         Parts with the same shape are stored in one pool, in this order.
         """
 
+    def storage_of(self, storage: torch.dtype) -> torch.dtype:
+        """The dtype in which the parts are stored, where that of the cache is `storage`."""
+        return storage
+
     @abstractmethod
     def stored_scales(self, storage: torch.dtype) -> torch.Tensor:
         """[parts] float32, in the order of `stored_parts`, for an FP8 `storage`."""

@@ -91,8 +91,12 @@ class AttentionMetadata:
         Each forward pass, and each run of a capture, has its own metadata.
         """
         if key not in self._derived:
-            self._derived[key] = compute()
+            self.leave(key, compute())
         return cast(_T, self._derived[key])
+
+    def leave(self, key: Hashable, value: object) -> None:
+        """Let `derive` have this result in later layers, in the place of an older one."""
+        self._derived[key] = value
 
 
 @dataclass(frozen=True)

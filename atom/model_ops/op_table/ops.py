@@ -282,6 +282,23 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("triton.mla.invariant_mla:mla_prefill", "triton.mla.mla_decode:refuses"),
         kernel("torch.mla:mla_attention"),
     ),
+    # Latents in blocks of one token, and one query per sequence.
+    "mla_sparse": (
+        invariant("native.mla:mla_attention", "native.mla:refuses"),
+        kernel("triton.mla.mla_decode:mla_decode", "triton.mla.mla_decode:refuses"),
+        invariant("triton.mla.invariant_mla:mla_decode", "triton.mla.mla_decode:refuses"),
+        kernel("torch.index_topk:mla_sparse"),
+    ),
+    "index_topk": (
+        invariant("native.index_topk:index_topk", "native.index_topk:refuses"),
+        invariant("triton.mla.index_topk:index_topk", "triton.mla.index_topk:refuses"),
+        kernel("torch.index_topk:index_topk"),
+    ),
+    "index_cache_write": (
+        invariant("native.mla:mla_cache_write", "native.index_topk:refuses"),
+        invariant("triton.mla.mla_cache_write:mla_cache_write", "triton.support:refuses_storage"),
+        invariant("torch.mla:mla_cache_write"),
+    ),
     "moe_route": (
         kernel("aiter.moe:moe_route", "aiter.moe:refuses_route"),
         invariant("native.moe:moe_route", "native.moe:refuses_route"),

@@ -30,6 +30,10 @@ _COUNTS = {
     "v_head_dim": 1 << 14,
     "q_lora_rank": 1 << 18,
     "kv_lora_rank": 1 << 18,
+    "index_topk": 1 << 20,
+    "index_topk_freq": 1 << 10,
+    "index_n_heads": 1 << 14,
+    "index_head_dim": 1 << 14,
     "n_routed_experts": 1 << 16,
     "num_experts_per_tok": 1 << 16,
     "num_aux_hidden_states": 1 << 10,
@@ -51,6 +55,7 @@ _COUNTS_OR_NONE = {
     "first_k_dense_replace": 1 << 20,
     "num_nextn_predict_layers": 1 << 10,
     "num_labels": 1 << 20,
+    "index_skip_topk_offset": 1 << 10,
 }
 # Must be positive.
 _POSITIVE = (
@@ -80,7 +85,7 @@ _LARGEST = 1e18
 # In tokens; 0 and -1 mean "off".
 _LARGEST_WINDOW = 1 << 31
 # An entry for each layer.
-_OF_LAYERS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+_OF_LAYERS = ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types")
 _ROPE_NOT_NULL = (
     "rope_type",
     "rope_theta",

@@ -268,6 +268,39 @@ class DeepseekV32Config(ModelConfig):
 
 
 @dataclass(kw_only=True)
+class GlmMoeDsaConfig(DeepseekV32Config):
+    """GLM-5's fields: V3.2's, and which layers share the choice of the indexer before them."""
+
+    model_type = "glm_moe_dsa"
+
+    vocab_size: int = 154880
+    hidden_size: int = 6144
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 78
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 64
+    max_position_embeddings: int = 202752
+    rms_norm_eps: float = 1e-5
+    q_lora_rank: int = 2048
+    qk_nope_head_dim: int = 192
+    v_head_dim: int = 256
+    n_group: int = 1
+    topk_group: int = 1
+    index_n_heads: int = 32
+    indexer_types: list[str] | None = None
+
+    def complete(self) -> None:
+        if self.indexer_types is None:
+            self.indexer_types = _indexer_types(
+                self.num_hidden_layers,
+                getattr(self, "index_topk_pattern", None),
+                getattr(self, "index_topk_freq", 1),
+                getattr(self, "index_skip_topk_offset", 2),
+            )
+        super().complete()
+
+
+@dataclass(kw_only=True)
 class Glm4MoeConfig(ModelConfig):
     """GLM-4.5's fields; half of each head is rotated, if nothing else is said."""
 
@@ -384,6 +417,20 @@ def _dense_first(count: int, num_layers: int) -> list[str]:
     return ["dense" if layer < count else "sparse" for layer in range(num_layers)]
 
 
+def _indexer_types(
+    num_layers: int, pattern: str | list[str] | None, every: int, offset: int
+) -> list[str]:
+    """Each layer's: from a pattern of F and S, or full in one of `every` layers."""
+    if isinstance(pattern, str):
+        return [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    if pattern is not None:
+        return list(pattern)
+    return [
+        "shared" if max(layer - offset + 1, 0) % max(every, 1) else "full"
+        for layer in range(num_layers)
+    ]
+
+
 _CONFIGS: dict[str, type[ModelConfig]] = {
     config.model_type: config
     for config in (
@@ -395,6 +442,7 @@ _CONFIGS: dict[str, type[ModelConfig]] = {
         DeepseekV3Config,
         KimiK2Config,
         DeepseekV32Config,
+        GlmMoeDsaConfig,
         Glm4MoeConfig,
         Glm4MoeLiteConfig,
         MiniMaxM2Config,

@@ -18,7 +18,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -44,10 +44,7 @@ class MTPTarget(LlamaForCausalLM):
     Attributes:
         config: the text model's.
         prefix: of its tensor names in the checkpoint.
-        skipped: patterns of a layer's tensors that are not loaded.
     """
-
-    skipped: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
         super().__init__(config, context, prefix)
@@ -65,14 +62,7 @@ class MTPTarget(LlamaForCausalLM):
         """Without the prediction layers, which are loaded when they draft."""
         mapping = super().weight_mapping
         ignored = (rf"{self._layers}\.{i}\..*" for i in self.mtp_layer_ids)
-        return dataclasses.replace(
-            mapping, ignored=(*mapping.ignored, *self.skipped_tensors, *ignored)
-        )
-
-    @property
-    def skipped_tensors(self) -> tuple[str, ...]:
-        """Patterns of tensors that no layer loads, of prediction or not."""
-        return tuple(rf"{self._layers}\.\d+\.{name}" for name in self.skipped)
+        return dataclasses.replace(mapping, ignored=(*mapping.ignored, *ignored))
 
     @property
     def _layers(self) -> str:
@@ -221,7 +211,6 @@ class PredictionLayers(nn.Module):
         self._rotary = target.model.rotary
         self._target_mapping = target.weight_mapping
         self._prefix = target.prefix
-        self._skipped = target.skipped_tensors
 
     @property
     def weight_mapping(self) -> WeightMapping:
@@ -229,7 +218,7 @@ class PredictionLayers(nn.Module):
         target = self._target_mapping
         layers = rf"{re.escape(self._prefix)}model\.layers"
         ids = "|".join(str(i) for i in self._layers)
-        ignored = [rf"(?!{layers}\.({ids})\.).*", r".*\.rotary_emb\.inv_freq", *self._skipped]
+        ignored = [rf"(?!{layers}\.({ids})\.).*", r".*\.rotary_emb\.inv_freq"]
         for i, layer in self._layers.items():
             if not layer.parts.embed_tokens:
                 ignored.append(rf"{layers}\.{i}\.embed_tokens\..*")

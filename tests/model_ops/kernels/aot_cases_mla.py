@@ -8,7 +8,9 @@ import torch
 from aot_case import Case, decode_metadata, pool
 
 from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
+from atom.model_ops.kernels.torch.index_topk import QueryPlaces
 from atom.model_ops.kernels.triton.attention.list_slots import list_slots
+from atom.model_ops.kernels.triton.mla.index_topk import score
 from atom.model_ops.kernels.triton.mla.mla_absorb import NewLatents, absorb
 from atom.model_ops.registry import Implementation, OpQuery
 
@@ -125,6 +127,33 @@ def _slots_case(sequences: int, context: int, *, padded: bool) -> Case:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Scores(Case):
+    """What `index_topk` launches before the choice, which is PyTorch's."""
+
+    def entry(self) -> Implementation:
+        return Implementation("triton", lambda _: None, lambda: score)
+
+
+def _scores_case(heads: int, queries: int, block_size: int) -> Case:
+    def arguments(_: OpQuery) -> tuple[object, ...]:
+        metadata = decode_metadata(4, queries, 8192, block_size)
+        rows = 4 * queries
+        at = torch.empty(rows, dtype=torch.int32)
+        places = QueryPlaces(at.long(), at, torch.empty(rows + 1, dtype=torch.int32))
+        keys = LatentCacheTensor(pool((_NUM_BLOCKS, block_size, 128), _BF16))
+        q, weights = torch.empty(rows, heads, 128, dtype=_BF16), torch.empty(rows, heads)
+        return q, weights, keys, metadata, places, 8192
+
+    return _Scores(
+        f"index_topk/{heads} heads, block{block_size}, {queries} queries",
+        "index_topk",
+        arguments,
+        {},
+        matrix=("_score_kernel",),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class _Absorb(Case):
     """What an adapter launches before a library's attention."""
 
@@ -181,6 +210,12 @@ CASES = (
     _prefill_case(8, 64, "fp8", 256, 512),
     _prefill_case(8, 64, _BF16, 256, 40960),  # split, and two rounds, the first of 32768 keys
     _prefill_case(128, 64, _BF16, 256, 2304),  # two rounds, the first of 2048 keys
+    # Sparse attention: DeepSeek-V3.2's indexer and GLM-5's; latents in blocks of one token.
+    _scores_case(64, 1, 64),
+    _scores_case(64, 4, 16),
+    _scores_case(32, 512, 64),
+    _decode_case(128, 1, _BF16, 64, 1),
+    _decode_case(16, 1, "fp8", 64, 1),
     _write_case(_BF16),
     _write_case("fp8"),
     _absorb_case(8, 64, 128, is_step=True),

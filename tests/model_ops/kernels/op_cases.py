@@ -72,6 +72,7 @@ def _elementwise() -> list[OpCase]:
     return [
         OpCase("rms_norm", (x, weight, 1e-5), {"size": 256}, tolerance=ROUNDED),
         OpCase("layer_norm", (x, weight, 1e-5), {"size": 256}, tolerance=ROUNDED),
+        OpCase("layer_norm", (x, weight, 1e-5, y[0]), {"size": 256}, tolerance=ROUNDED),
         OpCase("add_rms_norm", (x, y, weight, 1e-5), {"size": 256}, tolerance=2 * ROUNDED),
         OpCase("silu_and_mul", (random(5, 512),), {"size": 256}, tolerance=ROUNDED),
         OpCase("gelu_and_mul", (random(5, 512),), {"size": 256}, tolerance=ROUNDED),

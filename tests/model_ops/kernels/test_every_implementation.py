@@ -44,6 +44,9 @@ ELSEWHERE = {
     "rope_and_cache": "test_triton_rope_cache.py",
     "mla_rope_and_cache": "test_triton_rope_cache.py",
     "mla_write_and_decode": "test_aiter_mla.py",
+    "mla_sparse": "test_index_topk.py",
+    "index_topk": "test_index_topk.py",
+    "index_cache_write": "test_index_topk.py",
     "all_reduce": "test_aiter_collectives.py",
     "all_reduce_add_rms_norm": "test_aiter_collectives.py",
 }

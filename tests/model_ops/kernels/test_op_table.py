@@ -46,6 +46,8 @@ SIZES = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
     "num_experts": 8,
     "top_k": 2,
     "elsewhere": 0,

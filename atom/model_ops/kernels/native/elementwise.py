@@ -12,7 +12,7 @@ from atom.model_ops.kernels.native.bindings import (
 )
 
 _norm = Kernels("rms_norm", "5P5qdq")
-_layer_norm = Kernels("layer_norm", "3P6qdq")
+_layer_norm = Kernels("layer_norm", "4P6qdq")
 _silu = Kernels("silu_and_mul", "2P4q")
 _gelu = Kernels("gelu_and_mul", "2P4q")
 _add = Kernels("add", "2P2q")
@@ -36,14 +36,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[..., size] or [T, heads, size] with a weight for each head -> the same shape."""
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[..., size] or [T, heads, size] with a weight for each head -> the same shape.
+
+    Args:
+        bias: of the shape of the weight.
+    """
     shape, size = x.shape, weight.shape[-1]
     if x.dtype is not weight.dtype or shape[-weight.dim() :] != weight.shape:
         raise mismatch("layer_norm", x=x, weight=weight)
+    if bias is not None and (bias.shape != weight.shape or bias.dtype is not weight.dtype):
+        raise mismatch("layer_norm", weight=weight, bias=bias)
     x, layout = _norm_rows(x, size)
     out = x.new_empty(*shape)
-    pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    bias_at = 0 if bias is None else bias.data_ptr()
+    pointers = x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr()
     weight_rows = weight.numel() // size
     _layer_norm(x.dtype, *pointers, *layout, size, weight_rows, eps, num_threads())
     return out

@@ -50,10 +50,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[..., size] or [T, heads, size] with a weight for each head -> the same shape."""
-    normed = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
-    return (normed * weight.float()).to(x.dtype)
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[..., size] or [T, heads, size] with a weight for each head -> the same shape.
+
+    Args:
+        bias: of the shape of the weight.
+    """
+    scaled = F.layer_norm(x.float(), x.shape[-1:], eps=eps) * weight.float()
+    return (scaled if bias is None else scaled + bias.float()).to(x.dtype)
 
 
 def add_rms_norm(

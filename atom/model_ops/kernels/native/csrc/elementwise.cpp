@@ -70,6 +70,7 @@ int64_t rms_norm(const NormArgs& a) {
 struct LayerNormArgs {
   const void* x;       // [outer, inner, size], strides outer_stride and inner_stride
   const void* weight;  // [weight_rows, size]: row i of x has that of i modulo weight_rows
+  const void* bias;    // the same, or null
   void* out;           // [outer * inner, size]
   int64_t outer, inner, outer_stride, inner_stride, size, weight_rows;
   double eps;
@@ -84,6 +85,8 @@ int64_t layer_norm(const LayerNormArgs& a) {
       const T* x = static_cast<const T*>(a.x) + row / a.inner * a.outer_stride +
                    row % a.inner * a.inner_stride;
       const T* weight = static_cast<const T*>(a.weight) + row % a.weight_rows * size;
+      const T* bias =
+          a.bias == nullptr ? nullptr : static_cast<const T*>(a.bias) + row % a.weight_rows * size;
       T* out = static_cast<T*>(a.out) + row * size;
       vfloat total = {};
       for (int64_t i = 0; i < size; i += kLanes) total = total + load_some(x + i, size - i);
@@ -103,7 +106,9 @@ int64_t layer_norm(const LayerNormArgs& a) {
       const float inverse = 1.0f / std::sqrt(variance + float(a.eps));
       for (int64_t i = 0; i < size; i += kLanes) {
         const vfloat normed = (load_some(x + i, size - i) - mean) * inverse;
-        store_rounded_some(out + i, normed * load_some(weight + i, size - i), size - i);
+        vfloat scaled = normed * load_some(weight + i, size - i);
+        if (bias != nullptr) scaled = scaled + load_some(bias + i, size - i);
+        store_rounded_some(out + i, scaled, size - i);
       }
     }
   });

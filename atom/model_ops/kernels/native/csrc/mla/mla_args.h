@@ -24,7 +24,8 @@ struct MlaArgs {
 };
 
 // 0, or 1 + the sequence whose lengths or blocks make no sense.
-inline int64_t find_impossible(const MlaArgs& a) {
+template <class Args>
+int64_t find_impossible(const Args& a) {
   for (int64_t s = 0; s < a.sequences; ++s) {
     const int64_t context = a.context_lens[s];
     const int64_t queries = int64_t(a.cu_seqlens_q[s + 1]) - a.cu_seqlens_q[s];

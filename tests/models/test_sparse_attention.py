@@ -1,0 +1,192 @@
+"""DeepSeek-V3.2 and GLM-5 in contexts of more tokens than their indexers choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from models.checkpoints import Checkpoint, edit_config, prompt
+from models.families import write_family
+from models.harness import ModelBench
+from ranks import run_ranks
+
+from atom.config import ConfigError
+from atom.kv_cache.builders import attention_layers
+from atom.kv_cache.paged import PagedCache
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput
+from atom.model_ops.attention.sparse import Indexer
+from atom.model_ops.kernels.native.build import native_build
+from atom.model_ops.kernels.native.program import Arena, record
+from atom.model_ops.kernels.torch import index_topk as torch_index
+from atom.model_ops.kernels.torch import mla as torch_mla
+
+FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+# 12 are chosen.
+LENGTH = 45
+TOLERANCE = 1e-4
+NATIVE = pytest.mark.skipif(native_build().reason is not None, reason="needs the native kernels")
+# Sizes that the C++ kernels take.
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "q_lora_rank": 32, "v_head_dim": 16}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    return cache(lambda name: write_family(name, tmp_path_factory.mktemp(name), **SIZES))
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(found, expected, atol=TOLERANCE, rtol=0)
+
+
+def by_torch(patch: pytest.MonkeyPatch) -> None:
+    for op in ("INDEX_TOPK", "INDEX_CACHE_WRITE", "MLA_SPARSE"):
+        patch.setenv(f"ATOM_OP_{op}", "torch")
+
+
+@NATIVE
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bits_are_the_same_in_chunks_of_any_size(
+    name: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    bench, tokens = ModelBench(checkpoint(name).folder, num_blocks=900), prompt(LENGTH)
+    whole = bench.run(tokens, [LENGTH], "whole")
+    assert close(whole, checkpoint(name).logits(tokens))
+    for first in range(1, LENGTH):
+        assert torch.equal(bench.run(tokens, [first, LENGTH], f"cut at {first}"), whole)
+    assert torch.equal(bench.run(tokens, [1], "token by token"), whole)
+
+
+@NATIVE
+@pytest.mark.parametrize("name", FAMILIES)
+def test_verification_has_the_bits_of_single_steps(
+    name: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """Of k + 1 tokens beside other sequences, after drafts that were rejected."""
+    bench, tokens = ModelBench(checkpoint(name).folder, num_blocks=200), prompt(LENGTH)
+    single = bench.run(tokens, [10, 1], "single")
+    other = prompt(30, seed=4)
+    bench.step({"verified": tokens[:10], "other": other[:3]})
+    for start in range(10, LENGTH - 8, 3):
+        wrong = [*tokens[start : start + 3], *prompt(5, seed=start)]
+        found = bench.step({"other": other[3:4], "verified": wrong})["verified"]
+        assert torch.equal(found[:3], single[start : start + 3])
+        bench.rewind("verified", start + 3)
+
+
+@NATIVE
+@pytest.mark.parametrize("name", FAMILIES)
+def test_short_contexts_have_the_bits_of_attention_to_all(
+    name: str, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, tokens = ModelBench(checkpoint(name).folder), prompt(LENGTH)
+    sparse = bench.run(tokens, [9, 1], "sparse")
+    indexers = [m for m in bench.model.modules() if isinstance(m, Indexer)]
+    for indexer in indexers:
+        monkeypatch.setattr(indexer, "_may_be_dense", True)
+    assert torch.equal(bench.run(tokens[:12], [9, 1], "dense"), sparse[:12])
+    # Keys were written there, too.
+    assert torch.equal(bench.run(tokens[12:], [1], "dense"), sparse[12:])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ops_of_torch_compute_the_same(
+    name: str, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_torch(monkeypatch)
+    bench, tokens = ModelBench(checkpoint(name).folder), prompt(LENGTH)
+    expected = checkpoint(name).logits(tokens)
+    assert close(bench.run(tokens, [LENGTH], "whole"), expected)
+    assert close(bench.run(tokens, [17, 4, 1], "chunked"), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_choose_the_same(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    tokens = prompt(LENGTH)
+    folder = checkpoint(name).folder
+    found = run_ranks(2, lambda group: ModelBench(folder, group=group).run(tokens, [30, 3]))
+    assert close(found[0], checkpoint(name).logits(tokens))
+
+
+@NATIVE
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_is_one_program(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    """Nothing in it is an operation of torch; replays follow the lengths of contexts."""
+    bench, tokens = ModelBench(checkpoint(name).folder), prompt(LENGTH)
+    seen: list[ModelInput] = []
+
+    def forward(model_input: ModelInput) -> ModelOutput:
+        seen.append(model_input)
+        return bench.model.forward(model_input)
+
+    bench.run_with(forward)
+    bench.step({"a": tokens[:11], "b": tokens[:30]})
+    expected = torch.cat([*bench.step({"a": tokens[11:12], "b": tokens[30:31]}).values()])
+    with torch.inference_mode():
+        result, program = record(
+            lambda: bench.model.forward(seen[-1]), lambda out: [out.hidden_states], Arena()
+        )
+        program.replay()
+    assert torch.equal(bench.model.compute_logits(result.hidden_states), expected)
+
+
+def write_nothing(*_: object) -> None:
+    pass
+
+
+def last_of_equals(scores: torch.Tensor, seen: torch.Tensor, topk: int) -> torch.Tensor:
+    width = scores.shape[1]
+    backwards = torch.where(
+        torch.arange(width) < seen[:, None], scores, torch.tensor(float("-inf"))
+    ).flip(-1)
+    found = width - 1 - backwards.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    return found.masked_fill(found >= seen[:, None], width).sort(-1).values
+
+
+@NATIVE
+@pytest.mark.parametrize("fault", ["none", "the last of equals", "keys that are not written"])
+def test_planted_faults_are_found(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one head of the indexer half of all scores are 0; kernels choose the same of them."""
+    write_family("deepseek_v32", tmp_path, **SIZES, index_n_heads=1)
+    tokens = prompt(LENGTH)
+    expected = ModelBench(tmp_path).run(tokens, [LENGTH])
+    by_torch(monkeypatch)
+    if fault == "the last of equals":
+        monkeypatch.setattr(torch_index, "choose", last_of_equals)
+    if fault == "keys that are not written":
+        monkeypatch.setattr(torch_mla, "mla_cache_write", write_nothing)
+        monkeypatch.setenv("ATOM_OP_MLA_CACHE_WRITE", "native")
+    assert close(ModelBench(tmp_path).run(tokens, [20, 5]), expected) == (fault == "none")
+
+
+def test_keys_have_the_models_dtype_in_a_cache_of_8_bits(
+    checkpoint: Callable[[str], Checkpoint],
+) -> None:
+    model = ModelBench(checkpoint("glm_moe_dsa").folder).model
+    cache_of = PagedCache(attention_layers(model), 4, torch.float8_e4m3fn, torch.device("cpu"))
+    tensors = cache_of.allocate_kv_cache_tensors(2)
+    assert tensors["kv_cache"].dtype is torch.float8_e4m3fn
+    # Two of three layers have keys, without scales.
+    keys = tensors["kv_cache_2"]
+    assert (keys.shape, keys.dtype) == ((2, 2, 4, 16), torch.float32)
+    assert "kv_scale_2" not in tensors
+    assert cache_of.compute_block_bytes() == 4 * (3 * 40 + 2 * 16 * 4)
+
+
+def test_kinds_of_indexers_that_are_unknown_are_refused(tmp_path: Path) -> None:
+    write_family("glm_moe_dsa", tmp_path, **SIZES)
+    for kinds, told in (
+        (["full", "half", "full"], "says 'half' of layer 1"),
+        (["shared", "full", "full"], "says 'shared' of layer 0"),
+        (["full"], "an entry for each of num_hidden_layers=3"),
+    ):
+        edit_config(tmp_path, indexer_types=kinds)
+        with pytest.raises(ConfigError, match=told):
+            ModelBench(tmp_path)
+    edit_config(tmp_path, indexer_types=None, index_head_dim=4)
+    with pytest.raises(ConfigError, match="index_head_dim=4: it should be at least"):
+        ModelBench(tmp_path)
