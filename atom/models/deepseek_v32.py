@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
@@ -14,6 +16,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import LinearBase
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.deepseek_v2 import (
     DeepseekV2Attention,
     DeepseekV2ForCausalLM,
@@ -22,6 +25,8 @@ from atom.models.deepseek_v2 import (
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
 
 # What the last indexer of a pass chose, for layers that share it.
 _CHOSEN = "chosen tokens"
@@ -48,6 +53,13 @@ class DeepseekV32Attention(DeepseekV2Attention):
             raise ConfigError(
                 f"{config.model_type} with index_head_dim={config.index_head_dim}: it should be at "
                 f"least qk_rope_head_dim={config.qk_rope_head_dim}, which is rotated"
+            )
+        drafts = layer_id >= config.num_hidden_layers and context.device.type != "meta"
+        if drafts and getattr(config, "index_share_for_mtp_iteration", False):
+            logger.info(
+                "%s: draft steps choose their own tokens to attend to; the checkpoint would reuse "
+                "the first step's choice (index_share_for_mtp_iteration)",
+                prefix,
             )
         self.indexer = None
         self.is_shared = shares_choice(config, layer_id + 1)
@@ -129,6 +141,17 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
     """Source of names and computation: transformers' `glm_moe_dsa`."""
 
     layer_class = GlmMoeDsaDecoderLayer
+
+    @property
+    def weight_mapping(self) -> WeightMapping:
+        """Without the indexers of layers that share a choice, which a checkpoint may have."""
+        mapping, count = super().weight_mapping, self.config.num_hidden_layers
+        ignored = (
+            rf"{self._layers}\.{i}\.self_attn\.indexer\..*"
+            for i in range(count)
+            if shares_choice(self.config, i)
+        )
+        return replace(mapping, ignored=(*mapping.ignored, *ignored))
 
 
 def shares_choice(config: PretrainedConfig, layer_id: int) -> bool:

@@ -12,6 +12,9 @@ from models.checkpoints import Checkpoint, edit_config, prompt
 from models.families import write_family
 from models.harness import ModelBench
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from spec_decode.mtp_reference import add_mtp_layers
+from spec_decode.test_mtp import load as load_mtp_layers
 
 from atom.config import ConfigError
 from atom.kv_cache.builders import attention_layers
@@ -175,6 +178,32 @@ def test_keys_have_the_models_dtype_in_a_cache_of_8_bits(
     assert (keys.shape, keys.dtype) == ((2, 2, 4, 16), torch.float32)
     assert "kv_scale_2" not in tensors
     assert cache_of.compute_block_bytes() == 4 * (3 * 40 + 2 * 16 * 4)
+
+
+def test_indexers_of_layers_that_share_a_choice_are_not_read(tmp_path: Path) -> None:
+    checkpoint = write_family("glm_moe_dsa", tmp_path, **SIZES)
+    file, tokens = tmp_path / "model.safetensors", prompt(LENGTH)
+    tensors = load_file(file)
+    first, second = "model.layers.0.self_attn.indexer", "model.layers.1.self_attn.indexer"
+    tensors |= {
+        name.replace(first, second): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(first)
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert close(ModelBench(tmp_path).run(tokens, [LENGTH]), checkpoint.logits(tokens))
+
+
+def test_draft_steps_that_would_share_a_choice_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_family("glm_moe_dsa", tmp_path, **SIZES, index_share_for_mtp_iteration=True)
+    add_mtp_layers(tmp_path)
+    with caplog.at_level("INFO", logger="atom"):
+        load_mtp_layers(tmp_path)
+    told = [r.getMessage() for r in caplog.records if "index_share_for_mtp_iteration" in r.message]
+    assert len(told) == 1
+    assert told[0].startswith("model.layers.3.self_attn: draft steps choose")
 
 
 def test_kinds_of_indexers_that_are_unknown_are_refused(tmp_path: Path) -> None:

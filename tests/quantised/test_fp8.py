@@ -32,7 +32,7 @@ def codes(out: int, columns: int) -> torch.Tensor:
 
 def pack_blocks(powers: bool = False, name: str = "weight_scale_inv") -> Any:
     def pack(module: str, out: int, columns: int) -> Packed | None:
-        if module.endswith(("lm_head", "gate")):
+        if module.endswith(("lm_head", "gate", "weights_proj")):
             return None
         values = codes(out, columns)
         shape = -(-out // 128), -(-columns // 128)
