@@ -28,9 +28,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: unique among live sequences.
         seed: drawn by the frontend if the user gave none.
-        priority: lower runs earlier; ties go by arrival.
+        priority: lower runs earlier; ties go by turn, then by arrival.
         cache_salt: prefixes are shared only between sequences with the same salt.
         arrival_time: seconds, `time.monotonic()`.
+        turn: of one priority the lowest runs first.
     """
 
     id: str
@@ -40,6 +41,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     arrival_time: float = 0.0
+    turn: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

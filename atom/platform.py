@@ -145,7 +145,8 @@ def total_memory_bytes(platform: Platform) -> int:
 def _cgroup_headroom_bytes(default: int) -> int:
     """What the container's memory limit leaves; `default` without a limit.
 
-    Files that were read, such as weights, count as used there until the kernel needs their pages.
+    Files that were read count as used there until the kernel needs their pages, so they are free;
+    but not those that are mapped, such as weights, which would be read again for every step.
     """
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
@@ -155,8 +156,8 @@ def _cgroup_headroom_bytes(default: int) -> int:
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except OSError:
         return default
-    cached = int(stat["active_file"]) + int(stat["inactive_file"])
-    return max(int(limit) - used + cached, 0)
+    cached = int(stat["active_file"]) + int(stat["inactive_file"]) - int(stat["file_mapped"])
+    return max(int(limit) - used + max(cached, 0), 0)
 
 
 def default_num_threads() -> int:

@@ -11,9 +11,9 @@ import httpx
 import uvicorn
 
 from atom.entrypoints.http.connection import BoundedProtocol
-from atom.entrypoints.http.metrics import ServerMetrics
 from atom.entrypoints.server.app import create_app
 from atom.entrypoints.server.serve import bind
+from atom.entrypoints.server.watchers import create_metrics, watching
 from atom.entrypoints.server_options import ServerOptions
 from atom.messages import (
     EngineLimits,
@@ -185,27 +185,29 @@ class ScriptedServer:
             max_logprobs=20,
             synthetic_acceptance_length=self._synthetic_acceptance_length,
         )
-        metrics = ServerMetrics()
+        metrics = create_metrics(self._options)
 
         async def relaunch(index: int) -> NoReturn:
             raise AssertionError(f"replica {index} ended")
 
-        engine = AsyncEngine(
-            [(self.model, wire.Ready(limits, EngineStats(), 0.0))],  # type: ignore[list-item]
-            relaunch,
-            self._engine_config,
-            "scripted",
-            "llama",
-            self._tokenizer,
-            None,
-            metrics,
-            sampling_defaults=self._sampling_defaults,
-        )
-        app = create_app(engine, self._options, metrics)
-        config = uvicorn.Config(
-            app, log_config=None, lifespan="off", ws="none", http=BoundedProtocol
-        )
-        self._server = uvicorn.Server(config)
-        self._ready.set()
-        await self._server.serve(sockets=[self._sock])
-        await engine.shutdown(0)
+        async with watching(self._options, None, metrics) as observer:
+            engine = AsyncEngine(
+                [(self.model, wire.Ready(limits, EngineStats(), 0.0))],  # type: ignore[list-item]
+                relaunch,
+                self._engine_config,
+                "scripted",
+                "llama",
+                self._tokenizer,
+                self._options.admission,
+                observer,
+                sampling_defaults=self._sampling_defaults,
+            )
+            app = create_app(engine, self._options, metrics)
+            config = uvicorn.Config(
+                app, log_config=None, lifespan="off", ws="none", http=BoundedProtocol
+            )
+            self._server = uvicorn.Server(config)
+            self._sock.listen()  # from here on connections wait, and are not refused
+            self._ready.set()
+            await self._server.serve(sockets=[self._sock])
+            await engine.shutdown(0)

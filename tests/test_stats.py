@@ -109,6 +109,21 @@ def test_a_draft_far_below_its_card_is_told_once(caplog: pytest.LogCaptureFixtur
     assert warnings(0) + warnings(0) == 1
 
 
+def test_a_draft_that_fits_not_is_told_of_each_window(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning speaks of the 500 verifications before it, and of no others."""
+    counter = SpecDecodeCounter(3)
+    told = []
+    for accepted in (0, 3, 0):
+        for times in (499, 1, 1):
+            caplog.clear()
+            counter.count(3, accepted, times=times)
+            told.append(len(caplog.messages))
+            assert all("the last 500 " in message for message in caplog.messages)
+        # The window ends in the middle of what comes next.
+        counter.count(3, accepted, times=499)
+    assert told == [0, 1, 0, 0, 0, 0, 0, 1, 0]
+
+
 def test_metrics_have_what_the_card_states() -> None:
     stats = EngineStats(expected_acceptance=CARD)
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats)

@@ -147,7 +147,7 @@ _VLLM = [
     *_needless(
         VLLM,
         _LOGS,
-        "--disable-log-requests --enable-log-requests --disable-log-stats --enable-log-outputs "
+        "--disable-log-requests --disable-log-stats --enable-log-outputs "
         "--disable-uvicorn-access-log --enable-server-load-tracking",
         _NOTHING,
     ),
@@ -157,7 +157,9 @@ _VLLM = [
         "--uvicorn-log-level --max-log-len --disable-access-log-for-endpoints",
     ),
     *_needless(
-        VLLM, "missing here: no traces are sent", "--otlp-traces-endpoint --collect-detailed-traces"
+        VLLM,
+        "traces have a span for each request (--otlp-traces-endpoint), and no others",
+        "--collect-detailed-traces",
     ),
     *_needless(
         VLLM,

@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from atom import logs
 from atom.command_line.parser import CommandLine
 from atom.config import ConfigError, EngineConfig
 from atom.entrypoints.process_exit import end_process
@@ -47,10 +48,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
         config, options = read_options(namespace)
     except (ConfigError, OptionError) as error:
         parser.error(str(error))
-    logging.basicConfig(
-        level=options.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    logs.set_up(options.log_format, level=options.log_level.upper())
     logging.getLogger("uvicorn").setLevel(
         logging.DEBUG if options.log_level == "debug" else logging.WARNING
     )

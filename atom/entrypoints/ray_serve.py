@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 from ray import serve
 
 from atom.config import EngineConfig
 from atom.entrypoints.http.edge import REQUEST_ID_HEADER
-from atom.entrypoints.http.metrics import ServerMetrics
 from atom.entrypoints.ray_options import read_args
 from atom.entrypoints.server.app import create_app
+from atom.entrypoints.server.watchers import create_metrics, watching
 from atom.entrypoints.server_options import ServerOptions
 from atom.messages import EngineDeadError
 from atom.model_engine.async_engine import AsyncEngine
@@ -36,9 +37,12 @@ class OpenAIServer:
         self, config: EngineConfig, options: ServerOptions
     ) -> None:
         logging.getLogger("atom").setLevel(options.log_level.upper())
-        metrics = ServerMetrics()
+        metrics = create_metrics(options)
+        self._watching = AsyncExitStack()
+        watchers = watching(options, config.model.model, metrics)
+        observer = await self._watching.enter_async_context(watchers)
         self._engine = await AsyncEngine.start(
-            config, max_waiting_requests=options.max_waiting_requests, observer=metrics
+            config, admission=options.admission, observer=observer
         )
         self.routes = create_app(self._engine, options, metrics)
 
@@ -50,6 +54,7 @@ class OpenAIServer:
     async def close(self) -> None:
         """End the engine; by then Ray Serve has drained the replica."""
         await self._engine.shutdown(0)
+        await self._watching.aclose()
 
 
 class Ingress:

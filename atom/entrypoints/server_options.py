@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from atom import logs
 from atom.entrypoints.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.parsing.tool_parsers import TOOL_PARSERS
 from atom.environment import api_key_from_environment
+from atom.model_engine.admission import AdmissionLimits
 from atom.options.fields import add_flags, build, given_flags, option
+from atom.quoting import quote
 
 UNKNOWN_FIELDS = ("warn", "refuse")
 _HOST, _PORT = "127.0.0.1", 8000
@@ -32,9 +36,19 @@ def _read_template(path: str) -> str:
         raise OptionError(f"--chat-template: cannot read {path}: {error}") from error
 
 
-def _read_keys(paths: Sequence[str]) -> tuple[str, ...]:
-    """The keys of files, one a line; blank lines and comments are none. Messages quote no key."""
-    keys: list[str] = []
+@dataclass(frozen=True)
+class ApiKey:
+    """A key, and the name of who has it; several keys may have one name."""
+
+    name: str
+    key: str = field(repr=False)
+
+
+def _read_keys(paths: Sequence[str]) -> tuple[ApiKey, ...]:
+    """The keys of files, one a line, `KEY` or `NAME: KEY`; blank lines and comments are none.
+    Messages quote no key.
+    """
+    keys: list[ApiKey] = []
     for path in paths:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -45,8 +59,14 @@ def _read_keys(paths: Sequence[str]) -> tuple[str, ...]:
         found = [line for line in stripped if line and not line.startswith("#")]
         if not found:
             raise OptionError(f"--api-key-file: {path} has no key; write one a line")
-        keys.extend(found)
+        keys.extend(map(_read_key, found))
     return tuple(keys)
+
+
+def _read_key(line: str) -> ApiKey:
+    if (named := re.fullmatch(r"([A-Za-z0-9][\w.-]{0,63}):\s+(\S.*)", line, re.ASCII)) is None:
+        return ApiKey("", line)
+    return ApiKey(*named.groups())
 
 
 @dataclass(frozen=True)
@@ -64,10 +84,11 @@ class ServerOptions:
         "key(s) that clients must send; else $ATOM_API_KEY; else the server is open",
         name="api_key",
         parse=tuple,
+        is_secret=True,
     )
-    file_api_keys: tuple[str, ...] = option(
+    file_api_keys: tuple[ApiKey, ...] = option(
         (),
-        "file(s) with keys, one a line, that the list of processes does not show",
+        "file(s) with keys, one a line, KEY or NAME: KEY, that the list of processes does not show",
         name="api_key_file",
         parse=_read_keys,
     )
@@ -92,6 +113,12 @@ class ServerOptions:
     max_waiting_requests: int | None = option(
         None, "answer 429 when more wait; unlimited when omitted"
     )
+    max_waiting_tokens: int | None = option(
+        None, "answer 429 when prompts that wait have more tokens; unlimited when omitted"
+    )
+    max_requests_per_key: int | None = option(
+        None, "answer 429 when more with one API key run or wait; unlimited when omitted"
+    )
     cors_allow_origins: tuple[str, ...] = option(
         (),
         "origin(s) whose web pages may call the server, * for all; none when omitted",
@@ -113,6 +140,14 @@ class ServerOptions:
     )
     ui: bool = option(True, "show the playground at /")
     log_level: str = option("info", "what the log holds", choices=LOG_LEVELS)
+    log_format: str = option("text", "how its lines look", choices=logs.FORMATS)
+    enable_log_requests: bool = option(
+        False, "log each request: its id, key's name, status, tokens and times, never its texts"
+    )
+    otlp_traces_endpoint: str | None = option(
+        None, "URL of an OpenTelemetry collector that is sent a span for each request, by HTTP"
+    )
+    metrics_per_api_key: bool = option(False, "count requests and tokens of each API key, too")
     chat_template: str | None = option(
         None, "file with a Jinja chat template", parse=_read_template
     )
@@ -151,10 +186,11 @@ class ServerOptions:
             raise OptionError("--api-key must not be empty")
         if any(not name for name in self.served_model_names):
             raise OptionError("--served-model-name must not be empty")
-        if self.max_waiting_requests is not None and self.max_waiting_requests < 0:
-            raise OptionError(
-                f"--max-waiting-requests must be at least 0, got {self.max_waiting_requests}"
-            )
+        _check_at_least("--max-waiting-requests", self.max_waiting_requests, 0)
+        _check_at_least("--max-waiting-tokens", self.max_waiting_tokens, 1)
+        _check_at_least("--max-requests-per-key", self.max_requests_per_key, 1)
+        self._check_keys()
+        self._check_traces()
         if self.max_tool_grammar < 1:
             raise OptionError(f"--max-tool-grammar must be at least 1, got {self.max_tool_grammar}")
         if self.max_body_bytes < 1:
@@ -165,6 +201,29 @@ class ServerOptions:
         _check_name("--tool-strictness", self.tool_strictness, TOOL_STRICTNESS)
         _check_name("--tool-call-parser", self.tool_call_parser, TOOL_FORMATS)
         _check_name("--reasoning-parser", self.reasoning_parser, REASONING_FORMATS)
+
+    def _check_keys(self) -> None:
+        if len(set(self.api_keys)) < len(self.api_keys):
+            raise OptionError("--api-key and --api-key-file give one key twice")
+        if self.metrics_per_api_key and not self.api_keys:
+            raise OptionError("--metrics-per-api-key needs --api-key or --api-key-file")
+        if self.max_requests_per_key is not None and not self.api_keys:
+            raise OptionError("--max-requests-per-key needs --api-key or --api-key-file")
+
+    def _check_traces(self) -> None:
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is None:
+            return
+        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
+            raise OptionError(
+                f"--otlp-traces-endpoint must be a URL such as http://127.0.0.1:4318/v1/traces "
+                f"(OTLP by HTTP; gRPC is not spoken), got {quote(endpoint)}"
+            )
+        if not _can_import("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+            raise OptionError(
+                "--otlp-traces-endpoint needs OpenTelemetry's SDK and its exporter by HTTP: "
+                "pip install 'atom-llm[otel]'"
+            )
 
     def _check_certificates(self) -> None:
         """A wrong file ends the start, not the first connection."""
@@ -208,7 +267,22 @@ class ServerOptions:
     @property
     def api_keys(self) -> tuple[str, ...]:
         """All that open the server, wherever they were given; without one it is open."""
-        return self.given_api_keys + self.file_api_keys
+        return tuple(each.key for each in self.named_api_keys)
+
+    @property
+    def named_api_keys(self) -> tuple[ApiKey, ...]:
+        """All keys; those without a name are called by their number, from 1."""
+        given = (*(ApiKey("", key) for key in self.given_api_keys), *self.file_api_keys)
+        return tuple(
+            ApiKey(each.name or f"key-{number}", each.key) for number, each in enumerate(given, 1)
+        )
+
+    @property
+    def admission(self) -> AdmissionLimits:
+        """How much may wait."""
+        return AdmissionLimits(
+            self.max_waiting_requests, self.max_waiting_tokens, self.max_requests_per_key
+        )
 
     @property
     def reasoning_format(self) -> str | None:
@@ -228,6 +302,18 @@ class ServerOptions:
         if (key := api_key_from_environment()) is not None and "api_key_file" not in given:
             given.setdefault("api_key", [key])
         return build(cls, given, "server option")
+
+
+def _check_at_least(flag: str, value: int | None, low: int) -> None:
+    if value is not None and value < low:
+        raise OptionError(f"{flag} must be at least {low}, got {value}")
+
+
+def _can_import(*modules: str) -> bool:
+    try:
+        return all(importlib.util.find_spec(module) is not None for module in modules)
+    except ModuleNotFoundError:  # a package above one of them
+        return False
 
 
 def _check_name(flag: str, name: str, known: Collection[str]) -> None:

@@ -21,6 +21,7 @@ from atom.messages import (
     check_request,
     check_text,
 )
+from atom.model_engine.admission import NO_LIMITS, Admission, AdmissionLimits, QueueFullError
 from atom.model_engine.processes.engine_client import EngineClient
 from atom.model_engine.processes.placement import place_engines
 from atom.model_engine.replicas.mailbox import Mailbox
@@ -35,7 +36,7 @@ from atom.model_loader.tokenizers.tokenizer import load_text_tokenizer
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
-from atom.text.observer import EngineObserver, NullObserver
+from atom.text.observer import NOBODY, Caller, EngineObserver, NullObserver
 from atom.text.output_processor import OutputProcessor, request_id_of
 from atom.text.prepared_params import PreparedParams
 
@@ -58,10 +59,6 @@ logger = logging.getLogger(__name__)
 MAX_TRIES = 3
 _DRAIN_POLL_SECONDS = 0.02
 _TOO_LATE = "the request was not finished within its timeout"
-
-
-class QueueFullError(RuntimeError):
-    """More sequences are waiting than `max_waiting_requests` allows; try again later."""
 
 
 class RequestTimeoutError(RuntimeError):
@@ -112,7 +109,7 @@ class AsyncEngine:
         model_name: str,
         model_type: str,
         tokenizer: PlainTokenizer | PreTrainedTokenizerBase,
-        max_waiting_requests: int | None,
+        admission: AdmissionLimits,
         observer: EngineObserver | None,
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
@@ -123,7 +120,7 @@ class AsyncEngine:
         self.sampling_defaults: Mapping[str, Any] = sampling_defaults or {}
         self.tokenizer = tokenizer
         self._processor = OutputProcessor(tokenizer, config.seed, observer)
-        self._max_waiting_requests = max_waiting_requests
+        self._admission = Admission(admission)
         self._live: dict[str, _LiveRequest] = {}
         self._is_closing = False
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -139,13 +136,13 @@ class AsyncEngine:
         cls,
         config: EngineConfig,
         *,
-        max_waiting_requests: int | None = None,
+        admission: AdmissionLimits = NO_LIMITS,
         observer: EngineObserver | None = None,
     ) -> AsyncEngine:
         """Start the engine processes and wait until they accept requests.
 
         Args:
-            max_waiting_requests: limit on sequences that wait to be scheduled; None for no limit.
+            admission: what may wait.
 
         Raises:
             ConfigError, WeightError: when an option or the checkpoint is wrong.
@@ -182,7 +179,7 @@ class AsyncEngine:
             source.name,
             source.hf_config.model_type,
             tokenizer,
-            max_waiting_requests,
+            admission,
             observer,
             source.sampling_defaults,
         )
@@ -221,6 +218,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         deadline: float | None = None,
+        caller: Caller = NOBODY,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt.
 
@@ -233,11 +231,12 @@ class AsyncEngine:
                 once for all prompts added in the same event loop iteration.
             deadline: seconds, `time.monotonic()`; what is unfinished then is aborted, and what
                 still waits is never computed.
+            caller: requests of several keys take turns.
 
         Raises:
             RequestRefusedError: when the request can never run as given.
             RequestFailedError: when a step failed twice on it.
-            QueueFullError: when `max_waiting_requests` would be exceeded.
+            QueueFullError: when more would wait, or be live, than may.
             RequestTimeoutError: when the deadline has passed.
             EngineDeadError: when the engine is dead, dies, does not answer, or shuts down.
         """
@@ -253,28 +252,33 @@ class AsyncEngine:
         check_text(cache_salt, "cache_salt")
         if deadline is not None and time.monotonic() >= deadline:
             raise RequestTimeoutError(_TOO_LATE)
-        self._check_queue(prepared.params.n)
-        sequences = self._processor.add_request(
-            request_id,
-            prompt,
-            prompt_token_ids,
-            prepared,
-            stream=stream,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        live = self._live[request_id] = _LiveRequest(sequences)
-        try:
-            self._place(live)
-            finished = False
-            while not finished:
-                output = await _before(deadline, live.mailbox)
-                finished = output.finished
-                yield output
-        finally:
-            del self._live[request_id]
-            self._abort(live, self._processor.abort(request_id))
-            self._leave(live)
+        num_prompt, n = len(prompt_token_ids), prepared.params.n
+        with self._admission.admit(caller.key, n, num_prompt, self._num_waiting) as ticket:
+            sequences = self._processor.add_request(
+                request_id,
+                prompt,
+                prompt_token_ids,
+                prepared,
+                stream=stream,
+                priority=priority,
+                cache_salt=cache_salt,
+                turn=ticket.turn,
+                caller=caller,
+                on_begin=lambda: self._admission.begin(ticket),
+            )
+            live = self._live[request_id] = _LiveRequest(sequences)
+            try:
+                self._place(live)
+                finished = False
+                while not finished:
+                    output = await _before(deadline, live.mailbox)
+                    finished = output.finished
+                    ticket.num_output_tokens += sum(len(each.token_ids) for each in output.outputs)
+                    yield output
+            finally:
+                del self._live[request_id]
+                self._abort(live, self._processor.abort(request_id))
+                self._leave(live)
 
     async def wait_dead(self) -> str:
         """Wait until no engine is left, and none will be; returns the reason."""
@@ -307,23 +311,17 @@ class AsyncEngine:
         if (trouble := self.trouble) is not None:
             raise EngineStuckError(trouble)
 
-    def _check_queue(self, num_new: int) -> None:
-        """Raise QueueFullError when `num_new` more waiting sequences would exceed the limit.
+    @property
+    def _num_waiting(self) -> int:
+        """Sequences that wait to be scheduled, less than none where there is room for more.
 
         The reported stats lag behind by a step, while the count of unfinished sequences here is
         current. If no queue is reported, up to max_num_seqs of them are assumed to run.
         """
-        if self._max_waiting_requests is None:
-            return
         max_num_seqs = self.config.scheduler.max_num_seqs
         reported = [replica.stats for replica in self._replicas.living]
         num_running = sum(s.num_running if s.num_waiting else max_num_seqs for s in reported)
-        num_waiting = self._processor.num_unfinished_sequences - num_running
-        if num_waiting + num_new > self._max_waiting_requests:
-            raise QueueFullError(
-                f"{max(0, num_waiting)} sequences are waiting and {num_new} more would exceed "
-                f"max_waiting_requests={self._max_waiting_requests}; try again later"
-            )
+        return self._processor.num_unfinished_sequences - num_running
 
     def _place(self, live: _LiveRequest) -> None:
         """Send a request to a replica; without any it waits for `on_restarted`."""

@@ -114,9 +114,8 @@ class Scheduler:
         max_num_tokens = self._limits.max_model_len
         if request.params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, num_prompt + request.params.max_tokens)
-        seq = Sequence(
-            request, (request.priority, self._num_added), max_num_tokens, self._eos_token_ids
-        )
+        order = (request.priority, request.turn, self._num_added)
+        seq = Sequence(request, order, max_num_tokens, self._eos_token_ids)
         self._num_added += 1
         self._live[request.id] = seq
         self._waiting.add(seq)

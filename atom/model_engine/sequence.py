@@ -73,7 +73,7 @@ class Sequence:
     """A request and its progress.
 
     Attributes:
-        order: (priority, arrival number); the lowest runs first and is preempted last.
+        order: (priority, turn, arrival number); the lowest runs first and is preempted last.
         max_num_tokens: prompt and output tokens at which it ends with reason `length`.
         eos_token_ids: the model's end tokens.
         end_ids: all tokens that may end this sequence.
@@ -97,7 +97,7 @@ class Sequence:
     """
 
     request: EngineRequest
-    order: tuple[int, int]
+    order: tuple[int, int, int]
     max_num_tokens: int
     eos_token_ids: frozenset[int]
     token_ids: list[int] = field(init=False)

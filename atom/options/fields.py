@@ -73,16 +73,18 @@ def option(
     at_least: int | None = None,
     parse: Callable[[Any], Any] | None = None,
     on_gpu: int | None = None,
+    is_secret: bool = False,
 ) -> Any:
     """A field of a dataclass that users can set; the arguments are those of `Declaration`.
 
     Args:
         default: `REQUIRED` when there is none.
+        is_secret: the dataclass's repr leaves it out.
     """
     declared = Declaration(
         help, name, alias, short, choices, spellings or {}, nearest or {}, at_least, parse, on_gpu
     )
-    return dataclasses.field(default=default, metadata={_KEY: declared})
+    return dataclasses.field(default=default, repr=not is_secret, metadata={_KEY: declared})
 
 
 class Options:

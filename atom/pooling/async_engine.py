@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from atom.config import EngineConfig
 from atom.messages import EngineDeadError
-from atom.model_engine.async_engine import EngineShuttingDownError, QueueFullError
+from atom.model_engine.admission import NO_LIMITS, Admission, AdmissionLimits
+from atom.model_engine.async_engine import EngineShuttingDownError
 from atom.pooling.engine import PoolingEngine, Rows
 from atom.pooling.inputs import PoolingInput
 from atom.pooling.source import PoolingSource
@@ -23,9 +24,9 @@ class AsyncPoolingEngine:
         engine: what computes.
     """
 
-    def __init__(self, engine: PoolingEngine, max_waiting_requests: int | None) -> None:
+    def __init__(self, engine: PoolingEngine, admission: AdmissionLimits = NO_LIMITS) -> None:
         self.engine = engine
-        self._max_waiting_requests = max_waiting_requests
+        self._admission = Admission(admission)
         self._num_unfinished = 0
         self._is_closing = False
 
@@ -35,17 +36,17 @@ class AsyncPoolingEngine:
         config: EngineConfig,
         source: PoolingSource,
         *,
-        max_waiting_requests: int | None = None,
+        admission: AdmissionLimits = NO_LIMITS,
     ) -> AsyncPoolingEngine:
         """Load the model.
 
         Args:
-            max_waiting_requests: beside the one that is computed; None for no limit.
+            admission: what may wait beside the request that is computed.
 
         Raises:
             ConfigError, WeightError: when an option or the checkpoint is wrong.
         """
-        return cls(await asyncio.to_thread(PoolingEngine, config, source), max_waiting_requests)
+        return cls(await asyncio.to_thread(PoolingEngine, config, source), admission)
 
     @property
     def model_name(self) -> str:
@@ -56,35 +57,35 @@ class AsyncPoolingEngine:
         """Why nothing is computed; None while it is."""
         return self.engine.death
 
-    async def compute(self, inputs: Sequence[PoolingInput]) -> Rows:
+    async def compute(self, inputs: Sequence[PoolingInput], client: str = "") -> Rows:
         """A row for each input; cancelling gives up those that wait.
+
+        Args:
+            client: the name of its API key.
 
         Raises:
             RequestFailedError: when an input could not be computed.
-            QueueFullError: when `max_waiting_requests` would be exceeded.
+            QueueFullError: when more would wait than may.
             EngineDeadError: when the engine is dead, dies, or shuts down.
         """
         if self._is_closing:
             raise EngineShuttingDownError("the engine is shutting down")
         if self.trouble is not None:
             raise EngineDeadError(self.trouble)
-        limit = self._max_waiting_requests
-        if limit is not None and self._num_unfinished > limit:
-            raise QueueFullError(
-                f"{self._num_unfinished - 1} requests are waiting, and one more would exceed "
-                f"max_waiting_requests={limit}; try again later"
-            )
-        self._num_unfinished += 1
-        try:
-            return await asyncio.wrap_future(self.engine.submit(inputs))
-        except asyncio.CancelledError:
-            if self.trouble is not None:
-                raise EngineDeadError(self.trouble) from None
-            if self._is_closing:
-                raise EngineShuttingDownError("the engine is shutting down") from None
-            raise
-        finally:
-            self._num_unfinished -= 1
+        num_tokens = sum(len(each.token_ids) for each in inputs)
+        num_waiting = self._num_unfinished - 1
+        with self._admission.admit(client, 1, num_tokens, num_waiting):
+            self._num_unfinished += 1
+            try:
+                return await asyncio.wrap_future(self.engine.submit(inputs))
+            except asyncio.CancelledError:
+                if self.trouble is not None:
+                    raise EngineDeadError(self.trouble) from None
+                if self._is_closing:
+                    raise EngineShuttingDownError("the engine is shutting down") from None
+                raise
+            finally:
+                self._num_unfinished -= 1
 
     async def wait_dead(self) -> str:
         """Wait until nothing is computed any more; returns the reason."""

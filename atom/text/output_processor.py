@@ -15,7 +15,7 @@ from atom.outputs import PositionLogprobs, RequestMetrics, RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeCounter
 from atom.text.detokenizer import create_vocabulary
-from atom.text.observer import EngineObserver, NullObserver
+from atom.text.observer import NOBODY, Caller, EngineObserver, FinishedRequest, NullObserver
 from atom.text.prepared_params import PreparedParams
 from atom.text.sequence_state import SequenceState, decode_logprobs
 
@@ -44,6 +44,9 @@ class _RequestState:
     stream: bool
     metrics: RequestMetrics
     create_sequence: Callable[[int], SequenceState]
+    params: SamplingParams
+    caller: Caller
+    on_begin: Callable[[], None] | None
     sequences: list[SequenceState] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int | None = None
@@ -97,6 +100,9 @@ class OutputProcessor:
         stream: bool,
         priority: int = 0,
         cache_salt: str = "",
+        turn: int = 0,
+        caller: Caller = NOBODY,
+        on_begin: Callable[[], None] | None = None,
     ) -> list[EngineRequest]:
         """Add a request; returns its n sequences for the engine.
 
@@ -105,6 +111,7 @@ class OutputProcessor:
 
         Args:
             params: for several prompts, pass one `PreparedParams`.
+            on_begin: called when its first token comes.
 
         Raises:
             ValueError: when an unfinished request has this id.
@@ -129,7 +136,15 @@ class OutputProcessor:
 
         metrics = RequestMetrics(arrival_time)
         state = _RequestState(
-            request_id, prompt, prompt_token_ids, stream, metrics, create_sequence
+            request_id,
+            prompt,
+            prompt_token_ids,
+            stream,
+            metrics,
+            create_sequence,
+            given,
+            caller,
+            on_begin,
         )
         self._requests[request_id] = state
         self._begin(state, given.n)
@@ -144,6 +159,7 @@ class OutputProcessor:
                 priority=priority,
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
+                turn=turn,
             )
             for sequence in state.sequences
         ]
@@ -222,6 +238,8 @@ class OutputProcessor:
         if metrics.first_token_time is None:
             metrics.first_token_time = now
             self._observer.on_first_token(now - metrics.arrival_time, len(state.prompt_token_ids))
+            if state.on_begin is not None:
+                state.on_begin()
         previous = sequence.last_token_time
         self._observer.on_tokens(num_new, None if previous is None else now - previous)
         metrics.last_token_time = sequence.last_token_time = now
@@ -257,10 +275,15 @@ class OutputProcessor:
         first = FinishReason.ABORT if FinishReason.ABORT in reasons else reasons[0]
         assert first is not None
         self._observer.on_request_finished(
-            state.metrics,
-            first.value,
-            len(state.prompt_token_ids),
-            sum(sequence.num_tokens for sequence in state.sequences),
+            FinishedRequest(
+                state.caller,
+                state.params,
+                state.metrics,
+                first.value,
+                len(state.prompt_token_ids),
+                state.num_cached_tokens or 0,
+                sum(sequence.num_tokens for sequence in state.sequences),
+            )
         )
 
     def _draw_seed(self) -> int:

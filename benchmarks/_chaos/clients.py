@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from _chaos.answers import IncompleteError, said_by
+from _chaos.patience import patient
 from _chaos.plan import Ask
 
 # An answer may take this long on a busy machine; a hang takes longer.
@@ -31,6 +32,7 @@ class Outcome:
         said: of a complete answer; None otherwise.
         error: of an answer that is none, and of a connection that ended early.
         left: whether the client went away by itself.
+        started: seconds, `time.monotonic()`.
     """
 
     ask: Ask
@@ -40,6 +42,7 @@ class Outcome:
     error: str | None = None
     left: bool = False
     headers: dict[str, str] = field(default_factory=dict)
+    started: float = 0.0
     seconds: float = 0.0
 
 
@@ -237,11 +240,11 @@ async def run_client(
     """Its outcomes; a connection that the server ends is one, too."""
     start = time.monotonic()
     try:
-        outcomes = await asyncio.wait_for(client[0](port, asks, rng), PATIENCE_SECONDS)
+        outcomes = await asyncio.wait_for(client[0](port, asks, rng), patient(PATIENCE_SECONDS))
     except (OSError, asyncio.IncompleteReadError) as error:
         outcomes = [Outcome(ask, client[0].__name__, error=f"connection: {error}") for ask in asks]
     except (asyncio.TimeoutError, TimeoutError):
         outcomes = [Outcome(ask, client[0].__name__, error="HUNG") for ask in asks]
     for outcome in outcomes:
-        outcome.seconds = time.monotonic() - start
+        outcome.started, outcome.seconds = start, time.monotonic() - start
     return outcomes

@@ -16,6 +16,7 @@ from typing import Any
 from _server import Server
 
 from _chaos.clients import PLAIN, Client, Outcome, ask_once, run_client
+from _chaos.patience import Stops, patient
 from _chaos.plan import Ask
 from _chaos.watch import Held, metrics, settle, tree
 
@@ -119,6 +120,7 @@ class Lab:
         self._folder = folder
         self._right: dict[int, Any] = {}
         self._num_servers = 0
+        self.stops = Stops()
 
     @asynccontextmanager
     async def server(
@@ -136,7 +138,7 @@ class Lab:
         variables = {**os.environ, "TMPDIR": str(temporary), **(env or {})}
         base = self._quiet_flags if quiet else self._flags
         with Server([*base, *flags], log, env=variables) as server:
-            await asyncio.to_thread(server.wait_healthy, START_SECONDS)
+            await asyncio.to_thread(server.wait_healthy, patient(START_SECONDS))
             yield Running(server, temporary)
 
     async def learn(self) -> None:
@@ -205,6 +207,8 @@ class Lab:
         if outcome.error != "HUNG" and allows is not None and allows(outcome):
             status = "cut" if outcome.status in (None, 200) else str(outcome.status)
             return f"failed as it may ({status})"
+        if self.stops.met(outcome.started, outcome.started + outcome.seconds):
+            return "failed while everything was stopped from outside"
         return "WRONG: no answer"
 
     def _describe(self, outcome: Outcome, result: str) -> str:
@@ -225,7 +229,7 @@ async def check_held(record: Record, running: Running, before: Held) -> None:
 
 async def wait_gone(pids: Sequence[int]) -> list[int]:
     """Wait until processes have ended -> those that live on."""
-    deadline = time.monotonic() + END_SECONDS
+    deadline = time.monotonic() + patient(END_SECONDS)
     left = list(pids)
     while left and time.monotonic() < deadline:
         left = [pid for pid in left if tree(pid)]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import resource
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 
 from _chaos.clients import PLAIN, SLOW, VANISHING, Outcome, run_client
 from _chaos.lab import END_SECONDS, Lab, Record, Running, check_held, wait_gone
+from _chaos.patience import patient
 from _chaos.watch import Held, tree
 
 _CLIENTS = 24
@@ -68,7 +71,12 @@ async def _freeze(lab: Lab, record: Record, running: Running, before: Held, coun
     await check_held(record, running, before)
 
 
-SHARED = {"steady": _steady, "vanish": _vanish, "slow": _slow, "freeze": _freeze}
+SHARED: dict[str, Callable[[Lab, Record, Running, Held, int], Coroutine[Any, Any, None]]] = {
+    "steady": _steady,
+    "vanish": _vanish,
+    "slow": _slow,
+    "freeze": _freeze,
+}
 
 
 async def _overload(lab: Lab, record: Record, count: int) -> None:
@@ -100,7 +108,7 @@ async def _kill(lab: Lab, record: Record, count: int) -> None:
         os.kill(victim, signal.SIGKILL)
         record.note("kill -9 of one of two engines")
         await work
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + patient(300)
         healthy = restarts = 0.0
         # The server may not have noticed yet.
         while (restarts < 1 or healthy < 2) and time.monotonic() < deadline:
@@ -125,7 +133,7 @@ async def _kill(lab: Lab, record: Record, count: int) -> None:
         os.kill(running.engines[0], signal.SIGKILL)
         await work
         left = await wait_gone(own)
-        status = running.server.wait(END_SECONDS)
+        status = running.server.wait(patient(END_SECONDS))
         record.expect(
             status == 1 and not left, f"kill -9 of a lone engine ended the server with {status}"
         )
@@ -162,7 +170,7 @@ async def _term(lab: Lab, record: Record, count: int) -> None:
         for outcomes in await asyncio.gather(*work):
             lab.judge(record, outcomes, None)
         left = await wait_gone(own)
-        status = running.server.wait(END_SECONDS)
+        status = running.server.wait(patient(END_SECONDS))
         record.expect(status == 0 and not left, f"the server ended with {status}")
         _check_temporary(record, running)
 
@@ -198,11 +206,11 @@ async def _memory(lab: Lab, record: Record, count: int) -> None:
             await lab.load(record, running.port, _CLIENTS, _CLIENTS)
             await check_held(record, running, before)
         else:
-            status = running.server.wait(END_SECONDS)
+            status = running.server.wait(patient(END_SECONDS))
             record.expect(status == 1, f"the server ended with {status}")
 
 
-ALONE: dict[str, Callable[[Lab, Record, int], Awaitable[None]]] = {
+ALONE: dict[str, Callable[[Lab, Record, int], Coroutine[Any, Any, None]]] = {
     "overload": _overload,
     "kill": _kill,
     "term": _term,
@@ -224,40 +232,43 @@ SHARES = {
 
 
 async def run_phases(
-    lab: Lab, names: list[str], count: int, show: Callable[[Record], None]
-) -> list[Record]:
-    """Run phases of `count` requests in all; those that leave a server whole share one."""
-    records = []
+    lab: Lab,
+    names: list[str],
+    rounds: Iterable[int],
+    note: Callable[[Record], None],
+) -> None:
+    """Run all phases once a round; those that leave a server whole share one through all rounds.
+
+    Args:
+        rounds: the requests of each.
+        note: told of each phase at its end.
+    """
     whole = sum(SHARES[name] for name in names)
-    sizes = {name: max(round(count * SHARES[name] / whole), 4) for name in names}
+    async with contextlib.AsyncExitStack() as stack:
+        shared: tuple[Running, Held] | None = None
+        for count in rounds:
+            for name in names:
+                size = max(round(count * SHARES[name] / whole), 4)
+                record = Record(name, load=os.getloadavg()[0])
+                if name in ALONE:
+                    work = ALONE[name](lab, record, size)
+                else:
+                    if shared is None:
+                        running = await stack.enter_async_context(lab.server())
+                        shared = running, await lab.warm_up(running)
+                    record.command = shared[0].server.shown
+                    work = SHARED[name](lab, record, *shared, size)
+                await _finish(record, work)
+                note(record)
 
-    async def run(name: str, phase: Callable[[Record], Awaitable[None]], command: str) -> None:
-        record = Record(name, command, load=os.getloadavg()[0])
-        start = time.monotonic()
-        try:
-            await phase(record)
-        except Exception as error:
-            record.blame(f"the phase broke off: {error!r}")
-        record.seconds = time.monotonic() - start
-        records.append(record)
-        show(record)
 
-    shared = [name for name in names if name in SHARED]
-    if shared:
-        async with lab.server() as running:
-            before = await lab.warm_up(running)
-            for name in shared:
-                phase = SHARED[name]
-                await run(
-                    name,
-                    lambda r, p=phase, n=sizes[name]: p(lab, r, running, before, n),  # type: ignore[misc]
-                    running.server.shown,
-                )
-    for name in names:
-        if name in ALONE:
-            alone = ALONE[name]
-            await run(name, lambda r, p=alone, n=sizes[name]: p(lab, r, n), "")  # type: ignore[misc]
-    return records
+async def _finish(record: Record, phase: Coroutine[Any, Any, None]) -> None:
+    start = time.monotonic()
+    try:
+        await phase
+    except Exception as error:
+        record.blame(f"the phase broke off: {error!r}")
+    record.seconds = time.monotonic() - start
 
 
 def _check_temporary(record: Record, running: Running) -> None:
@@ -267,11 +278,11 @@ def _check_temporary(record: Record, running: Running) -> None:
 
 async def _health(running: Running) -> int:
     async with httpx.AsyncClient() as client:
-        return (await client.get(f"{running.server.url}/health", timeout=10)).status_code
+        return (await client.get(f"{running.server.url}/health", timeout=patient(10))).status_code
 
 
 async def _wait_healthy(running: Running) -> None:
-    await asyncio.to_thread(running.server.wait_healthy, 60.0)
+    await asyncio.to_thread(running.server.wait_healthy, patient(60))
 
 
 def _unavailable(outcome: Outcome) -> bool:

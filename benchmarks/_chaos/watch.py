@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from _chaos.patience import patient
+
 # Memory that a server may have more than at first: allocators keep what they had at the peak.
 _RSS_SHARE, _RSS_BYTES = 1.25, 64 * 2**20
 _SETTLE_SECONDS = 60.0
@@ -69,7 +71,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 def metrics(url: str) -> dict[str, float]:
     """Of /metrics, those without labels, and sums over the labels of those with them."""
-    text = httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text
+    text = httpx.get(f"{url}/metrics", timeout=patient(30)).raise_for_status().text
     found: dict[str, float] = {}
     for name, value in re.findall(r"^atom:(\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
         found[name] = found.get(name, 0.0) + float(value)
@@ -123,7 +125,7 @@ async def settle(pid: int, url: str, temporary: Path, before: Held | None) -> He
     """What the server holds once that is no more than `before`, or after a minute; without
     `before`, once no request lives.
     """
-    deadline = time.monotonic() + _SETTLE_SECONDS
+    deadline = time.monotonic() + patient(_SETTLE_SECONDS)
     while True:
         now = await asyncio.to_thread(held, pid, url, temporary)
         if not now.excess(before or now) or time.monotonic() > deadline:

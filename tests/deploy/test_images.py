@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,26 @@ def test_each_image_has_the_torch_of_its_device() -> None:
 @each_kind
 def test_locks_name_no_host(kind: str) -> None:
     assert "://" not in (IMAGES / f"{kind}.txt").read_text(encoding="utf-8")
+
+
+@each_kind
+def test_a_bill_of_materials_names_all_that_is_locked(kind: str) -> None:
+    done = subprocess.run(
+        [sys.executable, IMAGES / "sbom", kind], capture_output=True, text=True, check=True
+    )
+    bill = json.loads(done.stdout)
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    found = {each["name"]: Version(each["version"]) for each in bill["components"]}
+    assert found == locked(kind)
+    text = (IMAGES / f"{kind}.txt").read_text(encoding="utf-8")
+    hashes = [each["value"] for part in bill["components"] for each in part["properties"]]
+    assert sorted(hashes) == sorted(re.findall(r"sha256:(\w+)", text))
+    assert all("+" not in each["purl"] for each in bill["components"])
+
+
+def test_a_bill_is_of_an_image(capfd: pytest.CaptureFixture[str]) -> None:
+    assert subprocess.run([sys.executable, IMAGES / "sbom", "tpu"], check=False).returncode == 2
+    assert "cpu,cuda,rocm" in capfd.readouterr().err
 
 
 def test_the_server_is_the_first_process_and_nobody_special() -> None:

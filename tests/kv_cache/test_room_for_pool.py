@@ -32,11 +32,14 @@ def test_files_that_a_container_has_read_leave_its_memory_free(
     for name, text in (
         ("memory.max", "8000\n"),
         ("memory.current", "7500\n"),
-        ("memory.stat", "anon 900\nfile 6600\nactive_file 600\ninactive_file 6000\n"),
+        (
+            "memory.stat",
+            "anon 900\nfile 6600\nactive_file 600\ninactive_file 6000\nfile_mapped 700\n",
+        ),
     ):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(platform, "_CGROUP", tmp_path)
-    assert free_memory_bytes(CPU) == 8000 - 900
+    assert free_memory_bytes(CPU) == 8000 - 900 - 700, "what is mapped is in use"
     (tmp_path / "memory.current").write_text("20000\n")
     assert free_memory_bytes(CPU) == 0
     (tmp_path / "memory.max").write_text("max\n")

@@ -21,19 +21,20 @@ from patience import PATIENCE_SECONDS, until
 from atom.config import CacheOptions, ConfigError, EngineConfig, ModelOptions
 from atom.messages import EngineDeadError, RequestRefusedError, StepReport
 from atom.model_engine import async_engine
+from atom.model_engine.admission import AdmissionLimits, QueueFullError
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import (
     AsyncEngine,
     EngineShuttingDownError,
     EngineStuckError,
     NullObserver,
-    QueueFullError,
     RequestTimeoutError,
 )
 from atom.model_engine.processes import wire
 from atom.model_engine.replicas import replica
-from atom.outputs import RequestMetrics, RequestOutput
+from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
+from atom.text.observer import FinishedRequest
 from atom.text.prepared_params import PreparedParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -52,15 +53,10 @@ class Recorder(NullObserver):
     def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
         self.num_tokens += num_tokens
 
-    def on_request_finished(
-        self,
-        metrics: RequestMetrics,
-        finish_reason: str,
-        num_prompt_tokens: int,
-        num_output_tokens: int,
-    ) -> None:
-        assert metrics.finished_time is not None
-        self.finished.append((finish_reason, num_prompt_tokens, num_output_tokens))
+    def on_request_finished(self, request: FinishedRequest) -> None:
+        assert request.metrics.finished_time is not None
+        counts = request.num_prompt_tokens, request.num_output_tokens
+        self.finished.append((request.finish_reason, *counts))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +78,9 @@ def observer() -> Recorder:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(config: EngineConfig, observer: Recorder) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(config, max_waiting_requests=MAX_WAITING, observer=observer)
+    engine = await AsyncEngine.start(
+        config, admission=AdmissionLimits(MAX_WAITING), observer=observer
+    )
     yield engine
     await engine.shutdown(0)
 

@@ -20,13 +20,13 @@ from atom.messages import (
     SequenceOutput,
     StepReport,
 )
+from atom.model_engine.admission import AdmissionLimits, QueueFullError
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import (
     MAX_TRIES,
     AsyncEngine,
     EngineShuttingDownError,
     EngineStuckError,
-    QueueFullError,
 )
 from atom.model_engine.processes import wire
 from atom.model_engine.replicas import replica, replica_set
@@ -120,7 +120,7 @@ def create(machine: Machine, tokenizer: PreTrainedTokenizerFast, **options: Any)
         "stub",
         "llama",
         tokenizer,
-        6,
+        AdmissionLimits(6),
         None,
     )
 

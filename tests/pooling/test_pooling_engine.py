@@ -16,7 +16,8 @@ from transformers import BertConfig, BertModel
 
 from atom import LLM
 from atom.messages import EngineDeadError, RequestFailedError
-from atom.model_engine.async_engine import EngineShuttingDownError, QueueFullError
+from atom.model_engine.admission import AdmissionLimits, QueueFullError
+from atom.model_engine.async_engine import EngineShuttingDownError
 from atom.pooling.async_engine import AsyncPoolingEngine
 from atom.pooling.engine import BatchQueue, PoolingEngine
 from atom.pooling.inputs import LockedTokenizer, PoolingInput
@@ -127,7 +128,7 @@ async def test_requests_of_an_event_loop(bert: Path, monkeypatch: pytest.MonkeyP
     """The loop goes on while a batch is computed; beyond the limit, and at the end, requests are
     refused.
     """
-    engine = AsyncPoolingEngine(checkpoints.create_engine(bert), max_waiting_requests=1)
+    engine = AsyncPoolingEngine(checkpoints.create_engine(bert), AdmissionLimits(1))
     compute = engine.engine.loaded.model.compute
     gate = threading.Event()
 

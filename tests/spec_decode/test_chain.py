@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,28 @@ def test_past_its_blocks_or_the_context_a_step_writes_nothing() -> None:
     for positions, metadata in recorder.seen:
         assert int(positions.max()) < MAX_MODEL_LEN
         assert metadata.context_lens.tolist() == (positions + 1).tolist()
+
+
+@pytest.mark.parametrize(("longest", "told"), [(9, 12), (28, MAX_MODEL_LEN)])
+def test_the_longest_context_is_that_of_the_last_step(longest: int, told: int) -> None:
+    """Ops size their work by it: a step whose keys go beyond would not see its newest ones."""
+    recorder = Recorder()
+    tables = torch.arange(8, dtype=torch.int32)[None]
+    attention = SimpleNamespace(
+        block_tables=tables, block_counts=torch.tensor([8]), max_context_len=longest
+    )
+    step = SimpleNamespace(
+        model_input=SimpleNamespace(attention=attention),
+        sampled=None,
+        draft_sampling=None,
+        guide=None,
+    )
+    chain = DraftChain(recorder, BLOCK_SIZE, MAX_MODEL_LEN)
+    last = torch.tensor([longest - 1])
+    chain.begin(step, last, torch.tensor([5]), torch.zeros(1, HIDDEN), STEPS, first=1)  # type: ignore[arg-type]
+    contexts = [int(metadata.context_lens.max()) for _, metadata in recorder.seen]
+    assert contexts[-1] == told
+    assert [metadata.max_context_len for _, metadata in recorder.seen] == [told] * STEPS
 
 
 @pytest.fixture(scope="module", params=["mha", "mla"])

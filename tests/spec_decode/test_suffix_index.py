@@ -117,6 +117,19 @@ def test_what_ended_a_text_is_not_drafted() -> None:
     assert predict(index.followers([5, 1, 2], 4), 4, 0.0).token_ids == [3]
 
 
+def test_a_dropped_text_has_no_vote() -> None:
+    """Not even while its tokens are still there, since moving the others costs time."""
+    index = SuffixIndex()
+    for text in ([1, 2, 3, 7], [1, 2, 3, 8], list(range(20, 60))):
+        index.extend(text)
+        index.end_text()
+    index.extend([1, 2, 3])
+    assert [run[0] for run in index.followers([1, 2, 3], 1)] == [8, 7]
+    index.drop_text()
+    assert index._num_dead, "it is still there"
+    assert [run[0] for run in index.followers([1, 2, 3], 1)] == [8]
+
+
 def test_memory_grows_with_tokens_only() -> None:
     """And is given back."""
     rng = Random(0)

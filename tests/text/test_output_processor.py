@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from atom.messages import EngineRequest, FinishReason, SequenceOutput, TokenLogprobs
 from atom.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from atom.sampling_params import SamplingParams
+from atom.text.observer import FinishedRequest
 from atom.text.output_processor import OutputProcessor, child_seed
 from atom.text.prepared_params import PreparedParams
 
@@ -35,15 +36,10 @@ class Recorder:
     def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
         self.tokens.append((num_tokens, seconds is None))
 
-    def on_request_finished(
-        self,
-        metrics: RequestMetrics,
-        finish_reason: str,
-        num_prompt_tokens: int,
-        num_output_tokens: int,
-    ) -> None:
-        self.metrics.append(metrics)
-        self.finished.append((finish_reason, num_prompt_tokens, num_output_tokens))
+    def on_request_finished(self, request: FinishedRequest) -> None:
+        self.metrics.append(request.metrics)
+        counts = request.num_prompt_tokens, request.num_output_tokens
+        self.finished.append((request.finish_reason, *counts))
 
 
 class Harness:

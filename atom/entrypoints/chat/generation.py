@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from atom.entrypoints.chat.speculation import SpeculationFields
 from atom.entrypoints.chat.tokenization import Prompt
+from atom.entrypoints.http.edge import caller_of
 from atom.entrypoints.http.errors import json_response, refused
 from atom.entrypoints.http.sse import (
     DONE,
@@ -27,6 +28,7 @@ from atom.entrypoints.http.workers import Workers
 from atom.messages import RequestRefusedError
 from atom.model_engine.async_engine import AsyncEngine, EngineShuttingDownError
 from atom.outputs import CompletionOutput, RequestOutput
+from atom.text.observer import NOBODY, Caller
 from atom.text.prepared_params import PreparedParams
 
 Result = TypeVar("Result")
@@ -74,6 +76,7 @@ class Generation:
     echoes: bool = False
     field_names: dict[str, str] = field(default_factory=dict)
     answer_id: str = ""
+    caller: Caller = NOBODY
 
     @property
     def n(self) -> int:
@@ -130,6 +133,7 @@ async def respond(
     Raises:
         ClientDisconnect: when nobody waits for the answer any more.
     """
+    generation = replace(generation, caller=caller_of(request))
     if not generation.stream:
         requests = await unless_disconnected(request, collect(engine, generation))
         size = sum(map(generation.spelling_size, requests))
@@ -306,6 +310,7 @@ async def _generate(
         priority=generation.priority,
         deadline=generation.deadline,
         cache_salt=generation.cache_salt,
+        caller=generation.caller,
     )
     try:
         async with aclosing(outputs):

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
@@ -27,6 +27,7 @@ from atom.entrypoints.chat.generation import (
 )
 from atom.entrypoints.chat.protocol import ChatPrompt
 from atom.entrypoints.http.body import describe
+from atom.entrypoints.http.edge import caller_of
 from atom.entrypoints.http.errors import ApiError, json_response
 from atom.entrypoints.http.sse import EventStream, encode_named_event
 from atom.entrypoints.http.unknown_fields import UnknownFields
@@ -225,7 +226,7 @@ async def respond_translated(
     Raises:
         ClientDisconnect: when nobody waits for the answer any more.
     """
-    outputs = stream_outputs(engine, generation)
+    outputs = stream_outputs(engine, replace(generation, caller=caller_of(request)))
     events = _events(outputs, ChunkChoices(generation, choices), translation, count_tokens)
     if not generation.stream:
         await unless_disconnected(request, _exhaust(events))

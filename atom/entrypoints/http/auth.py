@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atom.entrypoints.http.errors import ApiError
 from atom.entrypoints.http.playground import PREFIX
+from atom.entrypoints.server_options import ApiKey
 
 OPEN_PATHS = frozenset({"/", "/health"})
 
@@ -21,14 +22,18 @@ def is_open(path: str) -> bool:
 
 
 class ApiKeyMiddleware:
-    """Answers 401 to requests that send none of `api_keys`."""
+    """Answers 401 to requests that send none of `api_keys`, and notes the others' names."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[ApiKey]) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._digests = [(_digest(each.key.encode()), each.name) for each in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or is_open(scope["path"]) or self._admits(scope):
+        if scope["type"] != "http" or is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        if (name := self._name_of(scope)) is not None:
+            scope.setdefault("state", {})["api_key"] = name
             await self._app(scope, receive, send)
             return
         error = ApiError(
@@ -39,14 +44,19 @@ class ApiKeyMiddleware:
         )
         await error.response(scope["path"])(scope, receive, send)
 
-    def _admits(self, scope: Scope) -> bool:
+    def _name_of(self, scope: Scope) -> str | None:
+        """Whose key was sent; None without a valid one."""
         headers = Headers(scope=scope)
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         candidates = [headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
         given = [_digest(key.strip().encode("latin-1")) for key in candidates]  # headers' own bytes
         # Every key is compared, and digests of one length, so that time tells nothing.
-        matches = [hmac.compare_digest(g, digest) for g in given for digest in self._digests]
-        return any(matches)
+        matches = [
+            name if hmac.compare_digest(each, digest) else None
+            for each in given
+            for digest, name in self._digests
+        ]
+        return next((name for name in matches if name is not None), None)
 
 
 def _digest(key: bytes) -> bytes:

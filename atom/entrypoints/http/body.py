@@ -15,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from atom.entrypoints.http.errors import (
-    RETRY_AFTER_SECONDS,
     SERVER_ERROR,
     ApiError,
     bad_request,
@@ -38,6 +37,8 @@ DISCARD_SECONDS = 5.0
 
 # Of all requests together.
 MAX_HELD_BYTES = 512 * 2**20
+# Bodies are held until their requests are understood.
+RETRY_AFTER_SECONDS = 1
 
 # Beyond this many, spelling the problems out costs more than it helps.
 MAX_PROBLEMS = 1000

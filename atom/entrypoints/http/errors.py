@@ -16,18 +16,15 @@ from atom.messages import (
     RequestFailedError,
     RequestRefusedError,
 )
+from atom.model_engine.admission import ClientFullError, QueueFullError
 from atom.model_engine.async_engine import (
     EngineShuttingDownError,
     EngineStuckError,
-    QueueFullError,
     RequestTimeoutError,
 )
 from atom.quoting import excerpt
 
 logger = logging.getLogger(__name__)
-
-# Seconds after which a client that met a full queue may try again.
-RETRY_AFTER_SECONDS = 1
 
 # Of the words of other parts, which may quote what was sent.
 MAX_MESSAGE = 500
@@ -165,8 +162,9 @@ def as_api_error(error: BaseException) -> ApiError:
         message = excerpt(str(error), MAX_MESSAGE)
         return ApiError(500, message, kind=SERVER_ERROR, code="request_failed")
     if isinstance(error, QueueFullError):
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        return ApiError(429, str(error), kind=RATE_LIMIT, code="queue_full", headers=headers)
+        headers = {"Retry-After": str(error.retry_after)}
+        code = "key_full" if isinstance(error, ClientFullError) else "queue_full"
+        return ApiError(429, str(error), kind=RATE_LIMIT, code=code, headers=headers)
     if isinstance(error, RequestTimeoutError):
         return ApiError(504, str(error), kind=SERVER_ERROR, param="timeout", code="timeout")
     if isinstance(error, EngineDeadError):

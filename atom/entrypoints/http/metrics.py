@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 from atom.entrypoints.engine_metrics import engine_metrics
 from atom.messages import EngineStats
 from atom.model_engine.replicas.replica_set import ReplicaHealth
-from atom.outputs import RequestMetrics
 from atom.stats import ExpectedAcceptance, SpecDecodeStats
+from atom.text.observer import FinishedRequest
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -29,9 +29,12 @@ class ServerMetrics:
     """Watches requests as an `EngineObserver`, and joins the engine's own counts when read.
 
     Every instance has a registry of its own.
+
+    Args:
+        key_names: those of API keys whose requests are counted apart, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key_names: Sequence[str] = ()) -> None:
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
@@ -43,6 +46,7 @@ class ServerMetrics:
         )
         for reason in FINISH_REASONS:
             self._finished.labels(reason)  # present from the start, at zero
+        self._by_key = _KeyCounters(self._registry, key_names) if key_names else None
         # Of requests, where the engine counts sequences.
         self._prompt_tokens = Counter(
             "atom:prompt_tokens",
@@ -81,23 +85,53 @@ class ServerMetrics:
         for _ in range(num_tokens):
             self._inter_token_latency.observe(seconds / num_tokens)
 
-    def on_request_finished(
-        self,
-        metrics: RequestMetrics,
-        finish_reason: str,
-        num_prompt_tokens: int,
-        num_output_tokens: int,
-    ) -> None:
-        del num_prompt_tokens, num_output_tokens  # counted as they come
-        self._finished.labels(finish_reason).inc()
+    def on_request_finished(self, request: FinishedRequest) -> None:
+        self._finished.labels(request.finish_reason).inc()
+        metrics = request.metrics
         arrived = metrics.arrival_time
         if metrics.finished_time is not None:
             self._latency.observe(metrics.finished_time - arrived)
         if metrics.first_scheduled_time is not None:
             self._queue_time.observe(metrics.first_scheduled_time - arrived)
+        if self._by_key is not None:
+            self._by_key.add(request)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"atom:{name}_seconds", text, buckets=buckets, registry=self._registry)
+
+
+class _KeyCounters:
+    """What ended, by the name of the API key."""
+
+    def __init__(self, registry: CollectorRegistry, names: Sequence[str]) -> None:
+        self._requests = Counter(
+            "atom:requests_finished_by_api_key",
+            "Requests that ended, by the name of the API key.",
+            ["api_key"],
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "atom:prompt_tokens_by_api_key",
+            "Prompt tokens of requests that ended after their first token.",
+            ["api_key"],
+            registry=registry,
+        )
+        self._generation_tokens = Counter(
+            "atom:generation_tokens_by_api_key",
+            "Tokens generated for requests that ended.",
+            ["api_key"],
+            registry=registry,
+        )
+        for name in names:
+            for counter in (self._requests, self._prompt_tokens, self._generation_tokens):
+                counter.labels(name)  # present from the start, at zero
+
+    def add(self, request: FinishedRequest) -> None:
+        name = request.caller.key
+        self._requests.labels(name).inc()
+        if request.metrics.first_token_time is not None:
+            self._prompt_tokens.labels(name).inc(request.num_prompt_tokens)
+        self._generation_tokens.labels(name).inc(request.num_output_tokens)
 
 
 class _EngineCollector(Collector):

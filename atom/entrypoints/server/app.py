@@ -32,7 +32,8 @@ from atom.entrypoints.server.openapi import add_document_route
 from atom.entrypoints.server.pooling_api import POOLING_ROUTES
 from atom.entrypoints.server_options import ServerOptions
 from atom.messages import EngineDeadError, RequestFailedError, RequestRefusedError
-from atom.model_engine.async_engine import AsyncEngine, QueueFullError
+from atom.model_engine.admission import QueueFullError
+from atom.model_engine.async_engine import AsyncEngine
 from atom.quoting import excerpt
 from atom.version import __version__
 
@@ -123,7 +124,7 @@ def add_error_handlers(app: FastAPI) -> None:
 def add_middleware(app: FastAPI, options: ServerOptions) -> None:
     """The last one added is the outermost: preflight requests carry no key."""
     if options.api_keys:
-        app.add_middleware(ApiKeyMiddleware, api_keys=options.api_keys)
+        app.add_middleware(ApiKeyMiddleware, api_keys=options.named_api_keys)
     if options.cors_allow_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -132,7 +133,7 @@ def add_middleware(app: FastAPI, options: ServerOptions) -> None:
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
-    app.add_middleware(EdgeMiddleware)
+    app.add_middleware(EdgeMiddleware, logs_requests=options.enable_log_requests)
     if options.root_path:
         app.add_middleware(RootPathMiddleware, root_path=options.root_path)
 

@@ -85,7 +85,9 @@ class PoolingApi(BaseApi):
             return body, self._model(body.model), prepare(body, engine)
 
         body, model, work = await self._prepared(request, read)
-        rows = await unless_disconnected(request, self.engine.compute(work.inputs))
+        rows = await unless_disconnected(
+            request, self.engine.compute(work.inputs, request.state.api_key)
+        )
         size = sum(len(row) for row in rows)
         return await self.workers.run(
             size, lambda: json_response(spell(body, model, engine, work, rows))

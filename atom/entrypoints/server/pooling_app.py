@@ -26,7 +26,7 @@ from atom.version import __version__
 _GENERATION_OPTIONS = (
     *("suffix_cache_across_api_keys", "max_tool_grammar", "chat_template"),
     *("sanitize_control_tokens", "tool_call_parser", "reasoning_parser", "tool_strictness"),
-    "enable_auto_tool_choice",
+    *("enable_auto_tool_choice", "otlp_traces_endpoint", "metrics_per_api_key"),
 )
 
 

@@ -25,10 +25,12 @@ from atom.entrypoints.server.app import create_app
 from atom.entrypoints.server.banner import banner, pooling_banner
 from atom.entrypoints.server.pooling_app import create_pooling_app, refuse_generation_options
 from atom.entrypoints.server.stats_log import log_stats
+from atom.entrypoints.server.watchers import create_metrics, watching
 from atom.entrypoints.server_options import OptionError, ServerOptions
 from atom.model_engine.async_engine import AsyncEngine
 from atom.pooling.async_engine import AsyncPoolingEngine
 from atom.pooling.source import pooling_source
+from atom.text.observer import EngineObserver
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +98,20 @@ def _listens(path: str) -> bool:
 
 async def serve(engine_config: EngineConfig, options: ServerOptions, sock: socket.socket) -> int:
     """Run until a signal or the engine's death; returns the process's exit code."""
+    metrics = create_metrics(options)
+    async with watching(options, engine_config.model.model, metrics) as observer:
+        return await _serve(engine_config, options, sock, metrics, observer)
+
+
+async def _serve(
+    engine_config: EngineConfig,
+    options: ServerOptions,
+    sock: socket.socket,
+    metrics: ServerMetrics,
+    observer: EngineObserver,
+) -> int:
     signals = _Signals()
-    metrics = ServerMetrics()
-    starting = asyncio.create_task(_start(engine_config, options, metrics))
+    starting = asyncio.create_task(_start(engine_config, options, observer))
     if not await signals.wait_unless_done(starting):
         logger.info("stopped while loading the model")
         await cancel(starting)
@@ -109,7 +122,7 @@ async def serve(engine_config: EngineConfig, options: ServerOptions, sock: socke
         config = uvicorn.Config(
             app,
             log_config=None,
-            access_log=options.log_level == "debug",
+            access_log=False,  # `EdgeMiddleware` has one, without the query
             lifespan="off",
             ws="none",
             http=BoundedProtocol,
@@ -125,13 +138,14 @@ async def serve(engine_config: EngineConfig, options: ServerOptions, sock: socke
         await engine.shutdown(0)
 
 
-async def _start(config: EngineConfig, options: ServerOptions, metrics: ServerMetrics) -> AnyEngine:
+async def _start(
+    config: EngineConfig, options: ServerOptions, observer: EngineObserver
+) -> AnyEngine:
     source = await asyncio.to_thread(pooling_source, config)
-    limit = options.max_waiting_requests
     if source is None:
-        return await AsyncEngine.start(config, max_waiting_requests=limit, observer=metrics)
+        return await AsyncEngine.start(config, admission=options.admission, observer=observer)
     refuse_generation_options(options, source.name)
-    return await AsyncPoolingEngine.start(config, source, max_waiting_requests=limit)
+    return await AsyncPoolingEngine.start(config, source, admission=options.admission)
 
 
 def _create_app(engine: AnyEngine, options: ServerOptions, metrics: ServerMetrics) -> FastAPI:

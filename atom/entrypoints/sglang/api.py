@@ -23,6 +23,7 @@ from atom.entrypoints.chat.protocol import CompletionRequest
 from atom.entrypoints.chat.tokenization import PromptEncoder
 from atom.entrypoints.chat.translation import renamed
 from atom.entrypoints.http.body import describe
+from atom.entrypoints.http.edge import caller_of
 from atom.entrypoints.http.errors import ApiError, bad_request, json_response
 from atom.entrypoints.http.sse import DONE, EventStream, encode_event
 from atom.entrypoints.http.workers import Workers
@@ -88,6 +89,7 @@ async def respond_generate(
     Raises:
         ClientDisconnect: when nobody waits for the answer any more.
     """
+    generation = replace(generation, caller=caller_of(request))
     started, extra = time.monotonic(), fingerprint_field(engine)
     if not generation.stream:
         requests = await unless_disconnected(request, collect(engine, generation))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import zmq
 
+from atom import logs
 from atom.config import ConfigError
 from atom.messages import EngineDeadError
 from atom.model_engine.processes import wire
@@ -98,7 +98,7 @@ class EngineClient:
             ConfigError: with the engine's message when an option or the checkpoint is wrong.
             EngineDeadError: when it failed otherwise.
         """
-        self.send(wire.Start(self._config, logging.getLogger("atom").getEffectiveLevel()))
+        self.send(wire.Start(self._config, *logs.settings()))
         for message in await self.receive():
             match message:
                 case wire.Ready():

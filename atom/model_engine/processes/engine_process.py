@@ -20,6 +20,7 @@ from typing import Protocol
 
 import zmq
 
+from atom import logs
 from atom.config import EngineConfig
 from atom.messages import (
     EngineDeadError,
@@ -105,6 +106,7 @@ class EngineLoop:
         if not isinstance(message, wire.Start):
             raise TypeError(f"the first message must be Start, got {type(message).__name__}")
         logging.getLogger("atom").setLevel(message.log_level)
+        logs.use_format(message.log_format)
         begin = time.monotonic()
         try:
             core = self._create_core(message.config)
@@ -196,7 +198,7 @@ def main() -> int:
     # requests first and then ends this process itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(format=f"%(asctime)s %(levelname)s [{args.name}] %(name)s: %(message)s")
+    logs.set_up(process=args.name)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
     context = zmq.Context()

@@ -8,6 +8,7 @@ import socket
 import threading
 from dataclasses import replace
 
+from atom import logs
 from atom.config import ConfigError, EngineConfig
 from atom.distributed.launch import LocalRanks
 from atom.distributed.rank_environment import LOOPBACK, RankEnvironment, launched_rank
@@ -129,7 +130,7 @@ def instructions(config: EngineConfig) -> bytes:
     """What the process of a rank is told on its standard input."""
     from atom.model_engine.processes import wire  # it takes a while, and few programs start ranks
 
-    return wire.encode(wire.Start(config, logging.getLogger("atom").getEffectiveLevel()))
+    return wire.encode(wire.Start(config, *logs.settings()))
 
 
 def _supervise(config: EngineConfig) -> int:

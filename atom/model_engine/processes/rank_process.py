@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 
+from atom import logs
 from atom.config import EngineConfig
 from atom.distributed.launch import LENGTH_BYTES
 from atom.distributed.rank_environment import RankEnvironment, launched_rank
@@ -30,8 +31,7 @@ def main() -> int:
         print("error: this program is started by rank 0 of an engine", file=sys.stderr)
         return 2
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    name = f"[rank {environment.rank}]"
-    logging.basicConfig(format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s")
+    logs.set_up(message.log_format, process=f"rank {environment.rank}")
     logging.getLogger("atom").setLevel(message.log_level)
     return follow_rank_0(message.config, environment)
 

@@ -20,11 +20,12 @@ class WireError(ValueError):
 class Start(msgspec.Struct, frozen=True, tag=True):
     """The first message: build an engine.
 
-    `log_level` is the level of the frontend's `atom` logger.
+    `log_level` is the level of the frontend's `atom` logger, `log_format` how its lines look.
     """
 
     config: EngineConfig
     log_level: int
+    log_format: str = "text"
 
 
 class SharedRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +38,7 @@ class SharedRequest(msgspec.Struct, frozen=True, array_like=True):
     priority: int
     cache_salt: str
     arrival_time: float
+    turn: int
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +68,7 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True):
                     request.priority,
                     request.cache_salt,
                     request.arrival_time,
+                    request.turn,
                 )
             )
         return cls([*prompts.values()], [*params.values()], sequences)
@@ -90,6 +93,7 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True):
                 priority=sequence.priority,
                 cache_salt=sequence.cache_salt,
                 arrival_time=sequence.arrival_time,
+                turn=sequence.turn,
             )
 
 

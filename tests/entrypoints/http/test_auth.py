@@ -10,12 +10,13 @@ from starlette.testclient import TestClient
 
 from atom.entrypoints.http.auth import ApiKeyMiddleware, is_open
 from atom.entrypoints.http.playground import PREFIX
+from atom.entrypoints.server_options import ApiKey
 
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
     app = Starlette(routes=[Route("/{path:path}", lambda _: PlainTextResponse("in"))])
-    return TestClient(ApiKeyMiddleware(app, ["first", "sécond"]))
+    return TestClient(ApiKeyMiddleware(app, [ApiKey("a", "first"), ApiKey("b", "sécond")]))
 
 
 @pytest.mark.parametrize("path", ["/", "/health", PREFIX, f"{PREFIX}/app.js"])

@@ -82,6 +82,8 @@ PLACES: list[Case] = [
     (f"{S}{F}{E}{EOT}", None, [CALL_F]),
     (f"{S}{F}{E}\n{EOT}\n", None, [CALL_F]),
     (f"{S}{F}{EOT}", None, [CALL_F]),
+    (f"{S}{F}{EOT}bye", "bye", [CALL_F]),
+    (f"{S}{EOT}bye{S}{F}{E}", "bye", [CALL_F]),
     (f"{S}{B}functions.f:0{A}{{}}{EOT}", None, [CALL_F]),
     (f"hi{EOT}", "hi", []),
     # Markers that are missing, singular, or make no sense.

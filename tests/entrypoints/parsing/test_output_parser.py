@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -390,3 +391,12 @@ def test_the_prompt_says_whether_reasoning_is_open(
     prompt: str, continued: str, inside: bool
 ) -> None:
     assert REASONING_PARSERS["kimi_k2"].is_open_after(prompt, continued) is inside
+
+
+def test_an_answer_that_is_continued_is_in_reasoning_only_if_it_was_opened() -> None:
+    """Elsewhere than at an answer's begin nothing is implied."""
+    implied = replace(REASONING_PARSERS["kimi_k2"], is_implied=True)
+    assert implied.is_open_after("<user>hi<assistant>")
+    assert not implied.is_open_after("<user>hi<assistant>Sure", "Sure")
+    assert implied.is_open_after("<user>hi<assistant><think>Sure", "Sure")
+    assert not implied.is_open_after("<user>hi<assistant></think>")

@@ -25,6 +25,41 @@ def test_each_line_is_a_key_beside_those_of_the_flag(tmp_path: Path) -> None:
     assert _options(*flags, "--api-key", "flag").api_keys == ("flag", "one", "two", "drei-é")
 
 
+def test_keys_have_names(tmp_path: Path) -> None:
+    """`NAME: KEY`; several keys may have one name, and a colon within a key names nothing."""
+    file = tmp_path / "keys"
+    file.write_text("alice: one\nalice:  two-é\nbare\nx:y\n a b: c\n", encoding="utf-8")
+    options = _options("--api-key", "flag", "--api-key-file", str(file))
+    named = {each.key: each.name for each in options.named_api_keys}
+    assert named == {
+        "flag": "key-1",
+        "one": "alice",
+        "two-é": "alice",
+        "bare": "key-4",
+        "x:y": "key-5",
+        "a b: c": "key-6",
+    }
+    assert options.api_keys == tuple(named)
+    shown = repr(options)
+    assert "alice" in shown
+    assert not any(key in shown for key in ("one'", "two-é", "bare", "flag", "x:y"))
+
+
+def test_no_key_has_two_names(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice: secret\nbob: secret\n")
+    with pytest.raises(OptionError, match="give one key twice") as raised:
+        _options("--api-key-file", str(file))
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("flag", ["--metrics-per-api-key", "--max-requests-per-key=2"])
+def test_what_is_of_keys_needs_some(flag: str) -> None:
+    with pytest.raises(OptionError, match="needs --api-key"):
+        _options(flag)
+    _options(flag, "--api-key", "one")
+
+
 def test_a_file_goes_before_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

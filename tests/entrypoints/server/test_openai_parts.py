@@ -38,15 +38,16 @@ from atom.messages import (
     RefusedSequence,
     RequestRefusedError,
 )
+from atom.model_engine.admission import ClientFullError, QueueFullError
 from atom.model_engine.async_engine import (
     EngineShuttingDownError,
     EngineStuckError,
-    QueueFullError,
 )
 from atom.model_engine.replicas.replica_set import ReplicaHealth
 from atom.outputs import RequestMetrics
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeStats
+from atom.text.observer import NOBODY, FinishedRequest
 
 LIMIT = 1000
 ROOM = BodyRoom(3 * LIMIT)
@@ -261,8 +262,9 @@ def test_exceptions_become_answers() -> None:
     assert "oops" in failed.message
     refused = as_api_error(RefusedSequence("r/0", "no token", "structured_output").error())
     assert (refused.status, refused.param) == (400, "structured_output")
-    full = as_api_error(QueueFullError("full"))
-    assert (full.status, full.headers) == (429, {"Retry-After": "1"})
+    full = as_api_error(QueueFullError("full", 7))
+    assert (full.status, full.code, full.headers) == (429, "queue_full", {"Retry-After": "7"})
+    assert as_api_error(ClientFullError("full")).code == "key_full"
     assert as_api_error(EngineDeadError("dead")).code == "engine_dead"
     assert as_api_error(EngineShuttingDownError("bye")).code == "shutting_down"
     assert as_api_error(EngineStuckError("slow")).code == "unhealthy"
@@ -277,7 +279,8 @@ def test_metrics_are_counted_apart() -> None:
     metrics.on_tokens(1, None)
     metrics.on_tokens(2, 0.02)
     times = RequestMetrics(10.0, first_scheduled_time=10.5, finished_time=12.0)
-    metrics.on_request_finished(times, "stop", 5, 3)
+    finished = FinishedRequest(NOBODY, SamplingParams(), times, "stop", 5, 0, 3)
+    metrics.on_request_finished(finished)
     stats = EngineStats(num_running=2, num_blocks=8, num_used_blocks=2, prefix_cache_hits=48)
     stats.block_size, stats.kv_cache_dtype = 16, "float8_e4m3fn"
     text = metrics.expose(stats)[0].decode()
