@@ -1,86 +1,30 @@
-"""The ops of recurrent states: transformers' numbers, and the bits of any other cut of a sequence.
-
-`Ops` runs them on a pool as an engine does: rows in any order, versions by position.
-"""
+"""Ops of recurrent states: transformers' numbers, and the bits of any other cut of a sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from model_ops.native_numbers import one_thread, random  # noqa: F401  # a fixture
+from model_ops.recurrent_batches import ROWS, VERSIONS, Inputs, join, metadata_of, pool
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from atom.model_ops.attention.metadata import StateMetadata
+from atom.model_ops.kernels.native import recurrent as native_ops
+from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.torch import recurrent as torch_ops
 
-ROWS, VERSIONS, TAPS = 6, 4, 4
-OPS: list[ModuleType] = [torch_ops]
+TAPS = 4
+OPS = [torch_ops] if native_build().reason else [torch_ops, native_ops]
 # Key heads, value heads, K, V and log decays of a value head.
 SHAPES = [(2, 4, 16, 8, 1), (3, 3, 32, 32, 32), (1, 3, 20, 13, 1), (2, 2, 10, 70, 10)]
 names = pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.__name__.split(".")[-2])
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def metadata_of(*parts: tuple[int, int, int], padding: Sequence[int] = ()) -> StateMetadata:
-    """Of (row, start, tokens) of each sequence, padding included."""
-    rows, starts, counts = (list(values) for values in zip(*parts, strict=True))
-    ends = [start + count for start, count in zip(starts, counts, strict=True)]
-    int32 = {"dtype": torch.int32}
-    return StateMetadata(
-        rows=torch.tensor(rows),
-        context_lens=torch.tensor(ends, **int32),
-        cu_seqlens_q=F.pad(torch.tensor(counts).cumsum(0), (1, 0)).int(),
-        padding_lens=torch.tensor(padding, **int32) if padding else None,
-        query_lens_cpu=tuple(counts),
-    )
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Of the delta rule."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    log_decay: torch.Tensor
-    beta: torch.Tensor
-
-    @classmethod
-    def random(
-        cls, shape: tuple[int, ...], tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32
-    ) -> Inputs:
-        key_heads, heads, key, value, decays = shape
-        both = random(tokens, 2 * key_heads * key, dtype=dtype, seed=seed)
-        both = both.unflatten(1, (2, -1))
-        q, k = (both[:, i].unflatten(1, (key_heads, key)) for i in (0, 1))  # rows that lie apart
-        v = random(tokens, heads, value, dtype=dtype, seed=seed + 1)
-        decay = -F.softplus(random(tokens, heads, decays, seed=seed + 2))
-        return cls(q, k, v, decay, random(tokens, heads, seed=seed + 3).sigmoid())
-
-    def part(self, begin: int, end: int) -> Inputs:
-        return Inputs(*(tensor[begin:end] for tensor in vars(self).values()))
-
-    def run(self, ops: ModuleType, states: torch.Tensor, metadata: StateMetadata) -> torch.Tensor:
-        out: torch.Tensor = ops.delta_rule(*vars(self).values(), states, metadata)
-        return out
-
-
-def join(parts: Sequence[Inputs]) -> Inputs:
-    lists = [vars(part).values() for part in parts]
-    return Inputs(*(torch.cat(tensors) for tensors in zip(*lists, strict=True)))
-
-
-def pool(shape: tuple[int, ...]) -> torch.Tensor:
-    """Nothing that a sequence has not written may be read as a number."""
-    _, heads, key, value, _ = shape
-    return torch.full((ROWS, VERSIONS, heads, key, value), float("nan"))
 
 
 def exact(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,6 +140,7 @@ def test_padding_writes_nothing(ops: ModuleType, shape: tuple[int, ...]) -> None
     parts = metadata_of((3, 9, 8), (5, 0, 8), padding=(7, 8))
     out = join((right.part(9, 10), before.part(0, 7), before)).run(ops, again, parts)
     assert torch.equal(out[0], wanted[9])
+    assert not out[1:].any()
     kept[3, 9 % VERSIONS] = states[3, 9 % VERSIONS]
     torch.testing.assert_close(again, kept, rtol=0, atol=0, equal_nan=True)
 
@@ -290,3 +235,39 @@ def test_gated_norm_is_that_of_transformers() -> None:
     x, gate = random(4, 2, 16), random(4, 2, 16, seed=1)
     out = torch_ops.gated_rms_norm(x, gate, norm.weight.data, 1e-5, "silu")
     torch.testing.assert_close(out, norm(x, gate), rtol=1e-6, atol=1e-6)
+
+
+BEYOND = {
+    "row 6 of 6": metadata_of((6, 3, 2)),
+    "context length 1 ": metadata_of((0, -1, 2)),
+    "3 of them padding": metadata_of((0, 3, 2), padding=(3,)),
+    "query rows [0, 3]": metadata_of((0, 3, 3)),
+}
+
+
+@pytest.mark.skipif(native_build().reason is not None, reason="no native kernels")
+@pytest.mark.parametrize("numbers", BEYOND)
+def test_sequences_that_cannot_be_are_refused(numbers: str) -> None:
+    shape = SHAPES[0]
+    inputs, ring = Inputs.random(shape, 2), torch.zeros(ROWS, 7, 8)
+    with pytest.raises(IndexError, match=re.escape(numbers)):
+        inputs.run(native_ops, pool(shape), BEYOND[numbers])
+    with pytest.raises(IndexError, match=re.escape(numbers)):
+        native_ops.causal_conv(random(2, 8), random(8, TAPS), ring, BEYOND[numbers])
+
+
+@pytest.mark.skipif(native_build().reason is not None, reason="no native kernels")
+def test_operands_that_do_not_fit_are_refused() -> None:
+    shape, metadata = SHAPES[0], metadata_of((0, 0, 2))
+    inputs, states = Inputs.random(shape, 2), pool(shape)
+    for wrong in (states[:, :, :3], states.half(), states.transpose(3, 4)):
+        with pytest.raises(ValueError, match="delta_rule"):
+            inputs.run(native_ops, wrong, metadata)
+    with pytest.raises(ValueError, match="states"):
+        inputs.run(native_ops, states, replace(metadata, rows=metadata.rows.int()))
+    with pytest.raises(ValueError, match="causal_conv"):
+        native_ops.causal_conv(random(2, 8), random(8, TAPS), torch.zeros(6, 2, 8), metadata)
+    with pytest.raises(ValueError, match="delta_gates"):
+        native_ops.delta_gates(random(2, 4, 1), random(2, 4), random(4), random(4), None)
+    with pytest.raises(ValueError, match="gated_rms_norm"):
+        native_ops.gated_rms_norm(random(2, 4, 8), random(2, 4, 8), random(4), 1e-6, "silu")

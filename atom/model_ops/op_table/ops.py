@@ -384,10 +384,22 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             dequantises=True,
         ),
     ),
-    "causal_conv": (invariant("torch.recurrent:causal_conv"),),
-    "delta_gates": (invariant("torch.recurrent:delta_gates"),),
-    "delta_rule": (invariant("torch.recurrent:delta_rule"),),
-    "gated_rms_norm": (invariant("torch.recurrent:gated_rms_norm"),),
+    "causal_conv": (
+        invariant("native.recurrent:causal_conv"),
+        invariant("torch.recurrent:causal_conv"),
+    ),
+    "delta_gates": (
+        invariant("native.recurrent:delta_gates"),
+        invariant("torch.recurrent:delta_gates"),
+    ),
+    "delta_rule": (
+        invariant("native.recurrent:delta_rule"),
+        invariant("torch.recurrent:delta_rule"),
+    ),
+    "gated_rms_norm": (
+        invariant("native.recurrent:gated_rms_norm"),
+        invariant("torch.recurrent:gated_rms_norm"),
+    ),
     "embedding": (
         invariant("native.gather:embedding"),
         invariant("torch.gather:embedding"),

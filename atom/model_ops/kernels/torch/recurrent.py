@@ -96,7 +96,7 @@ def delta_rule(
         S = exp(log_decay) S;  S += k beta (v - k S);  out = q S
 
     A sequence goes on from the version of its first position - 1, from zeros at position 0, and
-    writes those of its last tokens (`StateMetadata`). Rows of padding are anything.
+    writes those of its last tokens (`StateMetadata`). Rows of padding are zeros.
 
     Args:
         q, k: [T, HK, K]; value head h reads key head h // (HV / HK).
@@ -122,7 +122,8 @@ def delta_rule(
             state = state * decays[token]
             error = values[token] - (state * k[token]).sum(dim=1)
             state = state + k[token] * (error * beta[token, :, None])[:, None]
-            out[token] = (state * q[token]).sum(dim=1)
+            result = (state * q[token]).sum(dim=1)
+            out[token] = torch.where(t < count, result, 0.0)
             if t >= first_kept:
                 place = places + (start + t) % versions
                 kept = torch.where(t < count, state, flat.index_select(0, place)[0])
@@ -143,12 +144,19 @@ def gated_rms_norm(
     Raises:
         ValueError: for another activation.
     """
-    if activation not in ("silu", "sigmoid"):
-        raise ValueError(f"gates go through silu or sigmoid, not {activation!r}")
+    check_activation(activation)
     wide, opened = x.float(), gate.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     opened = F.silu(opened) if activation == "silu" else opened.sigmoid()
     return (wide * inverse * weight.float() * opened).to(x.dtype)
+
+
+def check_activation(activation: str) -> None:
+    """Raises:
+    ValueError: when a gate has no such activation.
+    """
+    if activation not in ("silu", "sigmoid"):
+        raise ValueError(f"gates go through silu or sigmoid, not {activation!r}")
 
 
 def _spans(metadata: StateMetadata) -> list[tuple[int, int]]:
