@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from atom.messages import TokenLogprobs
+from atom.messages import ImageInput, TokenLogprobs
 from atom.sampling_params import SamplingParams
 from atom.stats import ExpectedAcceptance
 
@@ -70,7 +70,8 @@ class NewSequence(msgspec.Struct, frozen=True):
     """What the runner needs to know about a sequence before its first step.
 
     `prompt_token_ids` and `output_token_ids` are those known when it starts or resumes. Of other
-    sequences' outputs it may see those with the same `cache_salt` through a lookup.
+    sequences' outputs it may see those with the same `cache_salt` through a lookup. `images` are
+    those of the prompt.
     """
 
     id: str
@@ -80,6 +81,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     params: SamplingParams
     seed: int
     cache_salt: str = ""
+    images: tuple[ImageInput, ...] = ()
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True):
@@ -143,10 +145,10 @@ def _without_sampling(new: NewSequence) -> NewSequence:
         min_p=p.min_p,
         prompt_logprobs=p.prompt_logprobs,
     )
-    if p.prompt_logprobs is None:
-        return NewSequence(new.id, new.row, [], [], params, new.seed)
-    known = new.prompt_token_ids, new.output_token_ids
-    return NewSequence(new.id, new.row, *known, params, new.seed)
+    known: tuple[list[int], list[int]] = ([], [])
+    if p.prompt_logprobs is not None:
+        known = new.prompt_token_ids, new.output_token_ids
+    return NewSequence(new.id, new.row, *known, params, new.seed, images=new.images)
 
 
 class SequenceResult(msgspec.Struct, frozen=True, gc=False):
@@ -193,15 +195,30 @@ class StepParts(msgspec.Struct, frozen=True):
     drafts: bool | None = None
 
 
+class EncoderCounts(msgspec.Struct, frozen=True):
+    """What was asked of the image encoder since the last step that says so.
+
+    Attributes:
+        queries, hits, seconds: as `mm_cache_queries`, `mm_cache_hits` and `encoder_seconds` of
+            `EngineStats`.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    seconds: float = 0.0
+
+
 class StepOutput(msgspec.Struct, frozen=True):
     """Attributes:
     sequences: results in the order of `ScheduledBatch.sequences`.
     num_lookup_tokens: tokens that the lookup holds after the step.
+    encoder: None without an image encoder.
     """
 
     sequences: list[SequenceResult]
     num_lookup_tokens: int = 0
     parts: StepParts = StepParts()
+    encoder: EncoderCounts | None = None
 
 
 class LaunchedStep(msgspec.Struct, frozen=True):

@@ -38,6 +38,7 @@ KV_CACHE_DTYPES = ("auto", "bf16", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 ACTIVATIONS = ("auto", "int8", "float")
 DEFAULT_MAX_LOGPROBS = 20
+DEFAULT_MAX_IMAGES = 999
 
 # Shares of memory when the user names none: of the whole device on a GPU, of the memory
 # that is free on a CPU, where other programs live too.
@@ -126,6 +127,32 @@ def parse_object(value: str | Mapping[str, Any]) -> dict[str, Any]:
     return dict(content)
 
 
+def parse_mm_limits(value: str | Mapping[str, Any]) -> dict[str, int]:
+    """`"image=4"`, or a JSON object such as `{"image": 4}` or `{"image": {"count": 4}}`.
+
+    Raises:
+        ConfigError: for anything else, and for kinds of input that nothing reads.
+    """
+    given: Mapping[str, Any]
+    if isinstance(value, str) and "=" in value and "{" not in value:
+        given = dict(part.strip().split("=", 1) for part in value.split(",") if "=" in part)
+    else:
+        given = parse_object(value)
+    limits = {}
+    for kind, limit in given.items():
+        count = limit.get("count") if isinstance(limit, Mapping) and len(limit) == 1 else limit
+        if isinstance(count, str) and count.isdecimal():
+            count = int(count)
+        if type(count) is not int or count < 0:
+            raise ConfigError(
+                f"limit_mm_per_prompt: expected a number such as image=4, got {kind}={limit!r}"
+            )
+        if kind != "image" and count:
+            raise ConfigError(f"limit_mm_per_prompt: {kind}={count}, and only images are read")
+        limits[kind] = count
+    return limits
+
+
 @dataclass(frozen=True)
 class ModelOptions(Options):
     """Which model, and how its weights are read."""
@@ -188,6 +215,12 @@ class ModelOptions(Options):
         parse=parse_count,
         at_least=2,
     )
+    limit_mm_per_prompt: dict[str, int] | None = option(  # noqa: RUF009
+        None,
+        "most images of a prompt, such as image=4 or '{\"image\": 4}'; with 0 the model is loaded "
+        "without what reads them",
+        parse=parse_mm_limits,
+    )
     is_matryoshka: bool = option(
         False,
         "the vectors of an embedding model may be cut (dimensions of requests), although its "
@@ -212,6 +245,11 @@ class ModelOptions(Options):
             raise ConfigError("quantization_ignore has no effect without quantization")
         for pattern in self.quantization_ignore:
             check_pattern("quantization_ignore", pattern)
+
+    @property
+    def max_images(self) -> int:
+        """Most images of a prompt."""
+        return (self.limit_mm_per_prompt or {}).get("image", DEFAULT_MAX_IMAGES)
 
     @property
     def quantises(self) -> bool:
@@ -243,6 +281,14 @@ class CacheOptions(Options):
     )
     kv_cache_memory: int | None = option(
         None, "size of the KV cache, such as 2GiB", parse=parse_bytes, at_least=1
+    )
+    mm_cache_memory: int = option(
+        256 << 20,
+        "memory for what the encoder made of images, such as 512MiB; equal images are encoded once "
+        "as long as they are kept",
+        parse=parse_bytes,
+        at_least=0,
+        on_gpu=2 << 30,
     )
     enable_prefix_caching: bool = option(True, "reuse the KV cache of shared prefixes")
     debug_kv_canary: str | None = option(

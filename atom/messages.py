@@ -22,6 +22,40 @@ class FinishReason(str, enum.Enum):
     ABORT = "abort"
 
 
+class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
+    """An image in a prompt, as its encoder takes it.
+
+    Attributes:
+        digest: SHA-256 of all that its encoder reads: equal images have equal digests.
+        ranges: where its rows go in the prompt, in order: first position and number.
+        pixels, shape: uint8, channels third from the end, not normalised yet.
+        grid: what else the encoder must know, as the family's processor makes it.
+        mean, std: of each channel, in units of `pixels`; what is encoded is (pixels - mean) / std.
+    """
+
+    digest: bytes
+    ranges: tuple[tuple[int, int], ...]
+    pixels: bytes
+    shape: tuple[int, ...]
+    grid: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def start(self) -> int:
+        """The first position that depends on it."""
+        return self.ranges[0][0]
+
+    @property
+    def stop(self) -> int:
+        """The position behind its last row."""
+        return sum(self.ranges[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum([count for _, count in self.ranges])
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate; a request with n > 1 becomes n of these.
 
@@ -32,6 +66,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: prefixes are shared only between sequences with the same salt.
         arrival_time: seconds, `time.monotonic()`.
         turn: of one priority the lowest runs first.
+        images: in the order of their places, which do not overlap.
     """
 
     id: str
@@ -42,6 +77,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     arrival_time: float = 0.0
     turn: int = 0
+    images: tuple[ImageInput, ...] = ()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -95,6 +131,9 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         num_draft_steps, num_replayed_draft_steps: the same of what their proposer does, in steps
             in which there is one.
         num_mixed_steps: those of `num_steps` that compute prompts beside sequences that decode.
+        mm_cache_queries, mm_cache_hits: images that steps needed, and those of them whose rows were
+            known; each counts once each time its sequence starts.
+        encoder_seconds: that the others took to encode.
     """
 
     num_running: int = 0
@@ -118,6 +157,9 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_replayed_draft_steps: int = 0
     num_mixed_steps: int = 0
     num_lookup_tokens: int = 0
+    mm_cache_queries: int = 0
+    mm_cache_hits: int = 0
+    encoder_seconds: float = 0.0
     spec_decode: SpecDecodeStats | None = None
     expected_acceptance: ExpectedAcceptance | None = None
 

@@ -86,6 +86,7 @@ class RequestOutput:
     """A request's result, whole or, when streaming, as a delta.
 
     `spec_decode` has the request's totals so far; None when no draft was verified.
+    `num_image_tokens` are those of the prompt that images fill.
     """
 
     request_id: str
@@ -96,6 +97,7 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    num_image_tokens: int = 0
     spec_decode: SpecDecodeStats | None = None
 
 

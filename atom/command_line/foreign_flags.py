@@ -120,7 +120,7 @@ _VLLM = [
         _IMAGES,
         "--mm-encoder-tp-mode --mm-processor-cache-type --mm-processor-cache-gb --media-io-kwargs "
         "--mm-processor-kwargs --mm-shm-cache-max-object-size-mb --mm-encoder-attn-backend "
-        "--limit-mm-per-prompt --allowed-local-media-path --video-pruning-rate",
+        "--allowed-local-media-path --video-pruning-rate",
     ),
     *_needless(VLLM, _IMAGES, "--allowed-media-domains", _SEVERAL),
     *_needless(

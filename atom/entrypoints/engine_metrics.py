@@ -19,7 +19,7 @@ class EngineMetric:
 
 
 def engine_metrics(stats: EngineStats) -> list[EngineMetric]:
-    """What `stats` holds; drafts only where some are verified."""
+    """What `stats` holds; drafts and images only where there are some."""
     gauges = [
         ("num_requests_running", "Sequences in the running batch.", stats.num_running),
         ("num_requests_waiting", "Sequences waiting to be scheduled.", stats.num_waiting),
@@ -27,7 +27,7 @@ def engine_metrics(stats: EngineStats) -> list[EngineMetric]:
         ("kv_cache_blocks", "KV blocks there are.", stats.num_blocks),
         ("kv_cache_used_blocks", "KV blocks that live sequences hold.", stats.num_used_blocks),
     ]
-    counters = [
+    counters: list[tuple[str, str, float]] = [
         ("generation_tokens", "Tokens generated.", stats.num_generation_tokens),
         ("steps", "Steps of the engine.", stats.num_steps),
         ("decode_steps", "Steps that computed no prompts.", stats.num_decode_steps),
@@ -54,6 +54,12 @@ def engine_metrics(stats: EngineStats) -> list[EngineMetric]:
         ),
         ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
     ]
+    if stats.mm_cache_queries:
+        counters += [
+            ("mm_cache_queries", "Images that sequences needed.", stats.mm_cache_queries),
+            ("mm_cache_hits", "Those whose rows were known.", stats.mm_cache_hits),
+            ("encoder_seconds", "Time spent encoding the others.", stats.encoder_seconds),
+        ]
     if (spec := stats.spec_decode) is not None:
         steps = "Sequences' steps in which drafts were verified."
         counters += [

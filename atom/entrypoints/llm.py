@@ -18,6 +18,7 @@ from atom.entrypoints.offline.pooling import OfflinePooling
 from atom.entrypoints.offline.prompts import (
     Prompt,
     content_of,
+    images_of,
     one_each,
     prompt_list,
     refuse_adapter,
@@ -27,6 +28,8 @@ from atom.model_engine.arg_utils import choose_draft, engine_config
 from atom.model_engine.llm_engine import LLMEngine
 from atom.model_engine.processes.launched import run_as_follower_if_launched
 from atom.model_engine.replicas.mailbox import merge
+from atom.multimodal.media import MediaLoader
+from atom.multimodal.policy import MediaPolicy
 from atom.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from atom.pooling.engine import PoolingEngine
 from atom.pooling.source import pooling_source
@@ -154,6 +157,10 @@ class LLM:
         return self._pooling
 
     @cached_property
+    def _media(self) -> MediaLoader:
+        return MediaLoader(MediaPolicy())
+
+    @cached_property
     def _control_tokens(self) -> ControlTokens:
         return ControlTokens(self.engine.tokenizer)
 
@@ -184,7 +191,9 @@ class LLM:
         """Complete prompts, all in one batch; the results are in the prompts' order.
 
         Args:
-            prompts: one or many; each text, token ids, or a dict as vLLM takes it.
+            prompts: one or many; each text, token ids, or a dict as vLLM takes it, in which
+                `multi_modal_data` holds under `image` one or a list of what `MediaLoader.load`
+                takes, in the order of the prompt's placeholders.
             sampling_params: for all prompts, or one for each; `get_default_sampling_params()`
                 when None.
             use_tqdm: whether to show progress, or what makes the bar instead of tqdm.
@@ -193,6 +202,7 @@ class LLM:
 
         Raises:
             RequestRefusedError: when a prompt could never run as given; nothing is generated.
+            MediaError: for an image that is none, or not allowed; nothing is generated.
             GenerationError: when prompts met errors of their own on the way; it has the others'
                 results.
             EngineDeadError: when nothing can run any more.
@@ -430,7 +440,12 @@ class LLM:
         with interrupts_held(self.engine):
             self._mail[request_id] = _Mail()
             self.engine.add_request(
-                request_id, content_of(prompt), params, stream=stream, priority=priority
+                request_id,
+                content_of(prompt),
+                params,
+                stream=stream,
+                priority=priority,
+                images=[self._media.load(image) for image in images_of(prompt)],
             )
 
     def _step(self) -> list[str]:

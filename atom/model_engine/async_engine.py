@@ -15,6 +15,7 @@ from atom.messages import (
     EngineRequest,
     EngineStats,
     FinishReason,
+    ImageInput,
     RequestRefusedError,
     SequenceOutput,
     StepReport,
@@ -33,6 +34,8 @@ from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer
 from atom.model_loader.tokenizers.tokenizer import load_text_tokenizer
+from atom.multimodal.processors.base import ImageProcessor
+from atom.multimodal.processors.table import create_image_processor
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
@@ -99,6 +102,7 @@ class AsyncEngine:
         model_type: of the model's config.
         sampling_defaults: the model's, for requests that do not give their own.
         vocabulary: text and bytes of single tokens.
+        image_processor: the model's; None if it reads no images.
     """
 
     def __init__(
@@ -112,8 +116,10 @@ class AsyncEngine:
         admission: AdmissionLimits,
         observer: EngineObserver | None,
         sampling_defaults: Mapping[str, Any] | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         self.config = config
+        self.image_processor = image_processor
         self.limits = common_limits([ready.limits for _, ready in engines])
         self.model_name = model_name
         self.model_type = model_type
@@ -182,6 +188,7 @@ class AsyncEngine:
             admission,
             observer,
             source.sampling_defaults,
+            create_image_processor(source, config.model, tokenizer),
         )
 
     @property
@@ -219,6 +226,7 @@ class AsyncEngine:
         cache_salt: str = "",
         deadline: float | None = None,
         caller: Caller = NOBODY,
+        images: tuple[ImageInput, ...] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt.
 
@@ -232,6 +240,7 @@ class AsyncEngine:
             deadline: seconds, `time.monotonic()`; what is unfinished then is aborted, and what
                 still waits is never computed.
             caller: requests of several keys take turns.
+            images: of the prompt, whose tokens have their places (`multimodal.items.expand`).
 
         Raises:
             RequestRefusedError: when the request can never run as given.
@@ -264,6 +273,7 @@ class AsyncEngine:
                 cache_salt=cache_salt,
                 turn=ticket.turn,
                 caller=caller,
+                images=images,
                 on_begin=lambda: self._admission.begin(ticket),
             )
             live = self._live[request_id] = _LiveRequest(sequences)
@@ -329,7 +339,7 @@ class AsyncEngine:
         if not replicas:
             return
         first = live.sequences[0]
-        hashes = self._router.hashes(first.prompt_token_ids, first.cache_salt)
+        hashes = self._router.hashes(first.prompt_token_ids, first.cache_salt, first.images)
         loads = {replica.index: replica.num_sequences for replica in replicas}
         index = self._router.choose(hashes, len(first.prompt_token_ids), loads)
         self._router.record(index, hashes)

@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NewType
 
+from atom.messages import ImageInput
+
 # SHA-256 over a block's tokens and everything before them that its KV depends on. A collision would
 # give one request another request's KV, so no weaker hash is used.
 BlockHash = NewType("BlockHash", bytes)
@@ -16,14 +18,31 @@ BlockHash = NewType("BlockHash", bytes)
 def root_hash(cache_salt: str) -> BlockHash:
     """The parent hash of a sequence's first block: whatever affects its KV besides the tokens.
 
-    Anything else that changes a sequence's KV (a LoRA adapter, an image) must be added here.
+    Anything else that changes all of a sequence's KV (a LoRA adapter) must be added here; images
+    are part of the hashes of their blocks.
     """
     return BlockHash(hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest())
 
 
-def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """The hash of one full block, chained to its parent block's hash (or `root_hash`)."""
-    return BlockHash(hashlib.sha256(parent + array("q", token_ids).tobytes()).digest())
+def hash_block(
+    parent: BlockHash,
+    token_ids: Sequence[int],
+    start: int = 0,
+    images: Sequence[ImageInput] = (),
+) -> BlockHash:
+    """The hash of one full block, chained to its parent block's hash (or `root_hash`).
+
+    Args:
+        token_ids: of the block, and those behind it that its KV depends on.
+        start: position of the first of them.
+        images: of the sequence; those count that any of these tokens stand for.
+    """
+    key = parent + array("q", token_ids).tobytes()
+    stop = start + len(token_ids)
+    for image in images:
+        if image.start < stop and image.stop > start:
+            key += image.digest + array("q", [image.start - start]).tobytes()
+    return BlockHash(hashlib.sha256(key).digest())
 
 
 class BlockPool:

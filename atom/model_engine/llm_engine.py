@@ -5,15 +5,24 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from atom.config import ConfigError, EngineConfig
-from atom.messages import RequestFailedError, RequestRefusedError, check_request, check_text
+from atom.messages import (
+    ImageInput,
+    RequestFailedError,
+    RequestRefusedError,
+    check_request,
+    check_text,
+)
 from atom.model_engine.engine_core import EngineCore
 from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizers.tokenizer import load_text_tokenizer, load_tokenizer
+from atom.multimodal.items import check_count, expand
+from atom.multimodal.processors.table import create_image_processor
 from atom.outputs import RequestOutput
 from atom.platform import release_cached_memory
 from atom.quoting import quote
@@ -22,6 +31,7 @@ from atom.text.output_processor import OutputProcessor, request_id_of
 from atom.text.prepared_params import PreparedParams
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -50,6 +60,7 @@ class LLMEngine:
     Attributes:
         tokenizer: encodes, decodes and renders chats.
         sampling_defaults: the model's, for requests that do not give their own.
+        image_processor: the model's; None if it reads no images.
     """
 
     sampling_defaults: dict[str, Any]
@@ -68,6 +79,7 @@ class LLMEngine:
         logger.info("%s", describe_defaults(source.sampling_defaults))
         self._source = source
         self.tokenizer = load_text_tokenizer(source, config.model)
+        self.image_processor = create_image_processor(source, config.model, self.tokenizer)
         self._core: EngineCore | None = EngineCore(config, source=source)
         self._processor = OutputProcessor(self.tokenizer, config.seed)
 
@@ -124,8 +136,12 @@ class LLMEngine:
         *,
         stream: bool = False,
         priority: int = 0,
+        images: Sequence[Image] = (),
     ) -> None:
         """Queue a prompt; text is tokenised, and a grammar compiled, before this returns.
+
+        Args:
+            images: RGB, one for each placeholder in the prompt.
 
         Raises:
             RequestRefusedError: when it could never run as given.
@@ -144,13 +160,36 @@ class LLMEngine:
             check_text(prompt, "prompt")
             text, token_ids = prompt, self.tokenizer.encode(prompt)
         assert isinstance(token_ids, list)
+        inputs: tuple[ImageInput, ...] = ()
+        if images:
+            token_ids, inputs = self._read_images(token_ids, images)
         check_request(token_ids, prepared.params, core.limits)
         if prepared.params.structured_output is not None:
             core.compile_grammar(prepared.params.structured_output)
         for request in self._processor.add_request(
-            request_id, text, token_ids, prepared, stream=stream, priority=priority
+            request_id,
+            text,
+            token_ids,
+            prepared,
+            stream=stream,
+            priority=priority,
+            images=inputs,
         ):
             core.add_request(request)
+
+    def _read_images(
+        self, token_ids: list[int], images: Sequence[Image]
+    ) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """A prompt with the tokens of its images, and what the engine reads of them."""
+        processor = self.image_processor
+        if processor is None:
+            raise RequestRefusedError(
+                f"{self.model_name} reads no images, or was loaded to read none",
+                "multi_modal_data",
+            )
+        check_count(images, self._config.model.max_images)
+        items = [processor.process(image) for image in images]
+        return expand(token_ids, items, processor.placeholder_id)
 
     @property
     def has_unfinished(self) -> bool:

@@ -91,6 +91,7 @@ class ModelRunner:
         self._drafter = drafter
         self._publish = publish
         self._carried = carried
+        self._images = inputs.images
         self._newest = _NOTHING
         # As a decorator it would be made anew in each step.
         self._inference = torch.inference_mode()
@@ -168,7 +169,8 @@ class ModelRunner:
         if self._carried is not None and self._drafter.looks:
             indices, lost = step.sample.layout.indices, self._drafter.tokens_lost_by_overlap
             _shift_lookup_drafts(results, indices, launched or [None] * len(rows), found, lost)
-        return StepOutput(results, self._drafter.num_lookup_tokens, parts)
+        encoder = None if self._images is None else self._images.take_counts()
+        return StepOutput(results, self._drafter.num_lookup_tokens, parts, encoder)
 
     def _launched_drafts(
         self, batch: ScheduledBatch, rows: Sequence[int], made: Sequence[np.ndarray]
@@ -209,7 +211,8 @@ class ModelRunner:
             made = self.steps.send_to_host(proposed)()
             drafts = self._drafter.merge(numbers, rows, found, made, allowed)
         results = self._results(batch, step, sampled, drafts)
-        return StepOutput(results, self._drafter.num_lookup_tokens, parts)
+        encoder = None if self._images is None else self._images.take_counts()
+        return StepOutput(results, self._drafter.num_lookup_tokens, parts, encoder)
 
     @torch.inference_mode()
     def follow(self, orders: RankStep) -> None:
@@ -234,6 +237,8 @@ class ModelRunner:
             self.steps.run_padding(self.inputs.padding(), orders.num_drafts)
 
     def _start(self, batch: ScheduledBatch) -> None:
+        if self._images is not None:
+            self._images.start(batch)
         self._sampler.forget(batch.freed_rows)
         self._drafter.start(batch)
 

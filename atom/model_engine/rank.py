@@ -107,7 +107,12 @@ def _create_context(
     )
     # With its index: another thread's current device is the first one.
     device = torch.device("cuda", groups.local_rank) if platform.is_gpu else context.device
-    return replace(context, device=device, experts=expert_ranks(config, groups, ranks))
+    return replace(
+        context,
+        device=device,
+        experts=expert_ranks(config, groups, ranks),
+        images=config.model.max_images > 0,
+    )
 
 
 def _overlaps(config: EngineConfig, platform: Platform) -> bool:

@@ -14,10 +14,12 @@ from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts
 from atom.model_engine.step.carried_rows import CarriedRows
+from atom.model_engine.step.encoder_cache import EncoderCache
 from atom.model_engine.step.input_builder import InputBuilder
 from atom.model_engine.step.planned_graphs import draft_numbers
 from atom.model_engine.step.recorded_steps import RecordedSteps
 from atom.model_engine.step.step_graphs import StepGraphs
+from atom.model_engine.step.step_images import StepImages
 from atom.model_engine.step.step_runner import StepRunner, runs_op_by_op
 from atom.model_engine.step.watched_steps import WatchedInputs, WatchedRunner
 from atom.sampling.ops import SamplingOps
@@ -126,6 +128,17 @@ def _create_inputs(
         ragged_len=_ragged_most(parts) + 1,
         windows=parts.windows,
         selects_rows=parts.recorder is not None and not parts.proposer.reads_hidden_states,
+        images=_create_images(rank, parts),
+    )
+
+
+def _create_images(rank: Rank, parts: RankParts) -> StepImages | None:
+    encoder, context = parts.model.image_encoder, rank.context
+    if encoder is None:
+        return None
+    num_bytes = rank.config.cache.mm_cache_memory
+    return StepImages(
+        EncoderCache(encoder, num_bytes, context.dtype, context.device), context.device
     )
 
 

@@ -195,7 +195,7 @@ class Sequence:
             start = len(hashes) * block_size
             parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
             tokens = self.token_ids[start : start + block_size + overlap]
-            hashes.append(hash_block(parent, tokens))
+            hashes.append(hash_block(parent, tokens, start, self.request.images))
         return hashes[:count]
 
     def take_step(self, scheduled: ScheduledSequence, result: SequenceResult) -> None:

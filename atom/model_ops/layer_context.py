@@ -23,6 +23,7 @@ class LayerContext:
     quant: how weights are stored.
     activations: how the inputs of products with quantised weights are rounded: `--activations`.
     max_model_len: longest context; the size of rotary tables.
+    images: whether a model that can read images is built to.
     """
 
     dtype: torch.dtype
@@ -33,6 +34,7 @@ class LayerContext:
     experts: ParallelGroup = SINGLE
     quant: QuantConfig = field(default_factory=UnquantizedConfig)
     activations: str = "auto"
+    images: bool = False
 
     @classmethod
     def create(

@@ -12,6 +12,7 @@ from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 from atom.model_ops.embedding import OutputHead, VocabParallelEmbedding
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.layers.vision import ImageEncoder
 
 
 class CausalLM(nn.Module, ABC):
@@ -42,6 +43,11 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def final_norm(self) -> RMSNorm:
         """The norm between the last layer and the output head."""
+
+    @property
+    def image_encoder(self) -> ImageEncoder | None:
+        """What makes rows of images; None when it reads none, or is built to read none."""
+        return None
 
     @abstractmethod
     def forward(self, model_input: ModelInput) -> ModelOutput:

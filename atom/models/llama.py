@@ -322,6 +322,8 @@ class LlamaModel(nn.Module):
         hidden = self.embed_tokens(model_input.input_ids)
         if self._scale is not None:
             hidden = self._scale(hidden, self._embedding_scale)
+        if model_input.images is not None:
+            hidden = model_input.images.fill(hidden)
         residual: torch.Tensor | None = None
         boundaries: dict[int, torch.Tensor] = {}
         last = len(self._layers) - 1

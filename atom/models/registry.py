@@ -35,6 +35,12 @@ def model_types() -> dict[str, tuple[str, ...]]:
 _KIMI_K25 = _Model("kimi_k25", "KimiK25ForConditionalGeneration", ("kimi_k25",))
 _MODELS = {
     "LlamaForCausalLM": _Model("llama", "LlamaForCausalLM", ("llama",)),
+    "Idefics3ForConditionalGeneration": _Model(
+        "idefics3", "Idefics3ForConditionalGeneration", ("idefics3",)
+    ),
+    "SmolVLMForConditionalGeneration": _Model(
+        "idefics3", "Idefics3ForConditionalGeneration", ("smolvlm",)
+    ),
     "Qwen3ForCausalLM": _Model("qwen3", "Qwen3ForCausalLM", ("qwen3",)),
     "DeepseekV2ForCausalLM": _Model("deepseek_v2", "DeepseekV2ForCausalLM", ("deepseek_v2",)),
     "DeepseekV3ForCausalLM": _Model(

@@ -35,6 +35,7 @@ class RankSizes:
         embedding: of the input embedding, of which a step reads single rows.
         expert: of one expert in all layers with experts together.
         num_experts, top_k: experts of a layer, and those that a token visits; 0 without experts.
+        encoder: of the image encoder, which steps without images do not read.
         rest: all other weights, which every step reads.
         cached_token: KV cache of one token.
         num_layers: of decoder layers.
@@ -47,6 +48,7 @@ class RankSizes:
     expert: int
     num_experts: int
     top_k: int
+    encoder: int
     rest: int
     cached_token: int
     num_layers: int
@@ -57,7 +59,7 @@ class RankSizes:
 
     @property
     def weights(self) -> int:
-        return self.embedding + self.num_experts * self.expert + self.rest
+        return self.embedding + self.num_experts * self.expert + self.encoder + self.rest
 
 
 def rank_sizes(
@@ -72,6 +74,7 @@ def rank_sizes(
         LayerContext.create(dtype, 1, cpu_platform()),
         group=ParallelGroup(0, num_ranks),
         quant=source.quantization,
+        images=True,
     )
     wanted = "auto" if source.implementation is None else source.implementation.kind
     model = create_sketch(partial(create_model, source.hf_config, wanted=wanted), source, context)
@@ -79,6 +82,7 @@ def rank_sizes(
     experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
     embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
     of_experts, of_embeddings = _bytes_of(*experts), _bytes_of(*embeddings)
+    of_encoder = 0 if model.image_encoder is None else _bytes_of(model.image_encoder)
     num_experts = experts[0].num_experts if experts else 0
     is_tied = not any(True for _ in model.output_head.parameters())
     meta = torch.device("meta")
@@ -90,7 +94,8 @@ def rank_sizes(
         expert=of_experts // num_experts if experts else 0,
         num_experts=num_experts,
         top_k=int(text.num_experts_per_tok) if experts else 0,
-        rest=_bytes_of(model) - of_experts - (0 if is_tied else of_embeddings),
+        encoder=of_encoder,
+        rest=_bytes_of(model) - of_experts - of_encoder - (0 if is_tied else of_embeddings),
         cached_token=cache.compute_block_bytes() // _BLOCK,
         num_layers=int(text.num_hidden_layers),
         hidden_size=int(text.hidden_size),

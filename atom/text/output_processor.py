@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from atom.messages import EngineRequest, FinishReason, SequenceOutput
+from atom.messages import EngineRequest, FinishReason, ImageInput, SequenceOutput
 from atom.outputs import PositionLogprobs, RequestMetrics, RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeCounter
@@ -47,6 +47,7 @@ class _RequestState:
     params: SamplingParams
     caller: Caller
     on_begin: Callable[[], None] | None
+    num_image_tokens: int = 0
     sequences: list[SequenceState] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int | None = None
@@ -103,6 +104,7 @@ class OutputProcessor:
         turn: int = 0,
         caller: Caller = NOBODY,
         on_begin: Callable[[], None] | None = None,
+        images: tuple[ImageInput, ...] = (),
     ) -> list[EngineRequest]:
         """Add a request; returns its n sequences for the engine.
 
@@ -112,6 +114,7 @@ class OutputProcessor:
         Args:
             params: for several prompts, pass one `PreparedParams`.
             on_begin: called when its first token comes.
+            images: of the prompt, whose tokens have their places.
 
         Raises:
             ValueError: when an unfinished request has this id.
@@ -135,6 +138,7 @@ class OutputProcessor:
             )
 
         metrics = RequestMetrics(arrival_time)
+        num_image_tokens = sum(image.num_tokens for image in images)
         state = _RequestState(
             request_id,
             prompt,
@@ -145,6 +149,7 @@ class OutputProcessor:
             given,
             caller,
             on_begin,
+            num_image_tokens,
         )
         self._requests[request_id] = state
         self._begin(state, given.n)
@@ -160,6 +165,7 @@ class OutputProcessor:
                 cache_salt=cache_salt,
                 arrival_time=arrival_time,
                 turn=turn,
+                images=images,
             )
             for sequence in state.sequences
         ]
@@ -265,6 +271,7 @@ class OutputProcessor:
             metrics=state.metrics,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=state.num_cached_tokens or 0,
+            num_image_tokens=state.num_image_tokens,
             spec_decode=state.spec_decode.snapshot(),
         )
 

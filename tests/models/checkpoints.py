@@ -117,7 +117,7 @@ def kimi_k25(folder: Path, **overrides: Any) -> Checkpoint:
     config = Kimi_K25Config(
         text_config=text | overrides,
         vision_config=vision,
-        projection_hidden_size=64,
+        projection_hidden_size=16,
         tie_word_embeddings=False,
     )
     checkpoint = write_checkpoint(folder, Kimi_K25ForConditionalGeneration(config))
@@ -149,7 +149,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @torch.no_grad()
-def write_checkpoint(folder: Path, model: PreTrainedModel) -> Checkpoint:
+def write_checkpoint(
+    folder: Path, model: PreTrainedModel, never_sampled: int | None = None
+) -> Checkpoint:
+    """Args:
+    never_sampled: a token whose logit is 0.
+    """
     generator = torch.Generator().manual_seed(1)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" in name or "vision" in name or "embed_scale" in name:
@@ -161,5 +166,7 @@ def write_checkpoint(folder: Path, model: PreTrainedModel) -> Checkpoint:
             tensor.copy_(1 + 0.3 * noise)
         else:
             tensor.copy_(0.3 * noise)
+    if never_sampled is not None:
+        model.lm_head.weight[never_sampled] = 0
     model.to(torch.float32).eval().save_pretrained(folder)
     return Checkpoint(folder, model)

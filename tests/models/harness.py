@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,6 +47,7 @@ def load_model(
     options = ModelOptions(model=str(folder), **model_options)
     source = resolve_model(options)
     context = LayerContext.create(dtype, max_model_len, platform or cpu_platform(), group)
+    context = replace(context, images=options.max_images > 0)
     return build_model(
         partial(create_model, source.hf_config, wanted=options.model_impl), source, context, options
     )

@@ -41,13 +41,15 @@ _NAMES = {
     "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2",
     "deepseek_v32": "DeepSeek-V3.2",
     "glm_moe_dsa": "GLM-5",
-    "kimi_k25": "Kimi-K2.5, as a text model",
+    "kimi_k25": "Kimi-K2.5, with images",
     "qwen3_next": "Qwen3-Next",
     "qwen3_5_text": "Qwen3.5 (text), dense",
     "qwen3_5_moe_text": "Qwen3.5 (text), with experts",
     "qwen3_5": "Qwen3.5, dense, as a text model",
     "qwen3_5_moe": "Qwen3.5, with experts, as a text model",
     "kimi_linear": "Kimi-Linear",
+    "idefics3": "Idefics3, with images",
+    "smolvlm": "SmolVLM, SmolVLM2, with images",
 }
 # Eagle3 drafts that their publishers name for a model of the family.
 _DRAFTS = {

@@ -69,6 +69,7 @@ def sizes(**changes: int) -> RankSizes:
         "embedding": 10**9,
         "expert": 10**9,
         "num_experts": 16,
+        "encoder": 0,
         "top_k": 4,
         "rest": 8 * 10**9,
         "cached_token": 1000,

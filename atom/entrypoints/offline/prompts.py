@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Text; token ids; or a dict with either "prompt" or "prompt_token_ids".
+from atom.quoting import quote
+
+# Text; token ids; or a dict with either "prompt" or "prompt_token_ids", and "multi_modal_data".
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -36,16 +38,35 @@ def content_of(prompt: Prompt) -> str | list[int]:
     """
     value: Any = prompt
     if isinstance(prompt, Mapping):
-        if len(prompt) != 1 or not {"prompt", "prompt_token_ids"} & set(prompt):
+        names = set(prompt) - {"multi_modal_data"}
+        if len(names) != 1 or not names <= {"prompt", "prompt_token_ids"}:
             raise TypeError(
-                f"a prompt dict holds either 'prompt' or 'prompt_token_ids', got {sorted(prompt)}"
+                f"a prompt dict holds either 'prompt' or 'prompt_token_ids', and multi_modal_data "
+                f"if there are images; got {sorted(prompt)}"
             )
-        value = next(iter(prompt.values()))
+        value = prompt[names.pop()]
     if isinstance(value, str):
         return value
     if not isinstance(value, Sequence) or not all(type(t) is int for t in value):
         raise TypeError(f"a prompt is text or token ids, got {value!r}")
     return list(value)
+
+
+def images_of(prompt: Prompt) -> list[Any]:
+    """The images that go with a prompt, in the order of their places.
+
+    Raises:
+        TypeError: for other data, which nothing reads.
+    """
+    data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if data is None:
+        return []
+    if not isinstance(data, Mapping) or not set(data) <= {"image"}:
+        raise TypeError(f"multi_modal_data holds 'image': one or a list of them; got {quote(data)}")
+    given = data.get("image")
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def one_each(name: str, value: Any, count: int) -> list[Any]:

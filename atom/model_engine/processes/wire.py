@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from atom.config import EngineConfig
-from atom.messages import EngineLimits, EngineRequest, EngineStats, StepReport
+from atom.messages import EngineLimits, EngineRequest, EngineStats, ImageInput, StepReport
 from atom.sampling_params import SamplingParams
 
 
@@ -29,7 +29,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class SharedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """An `EngineRequest` whose `prompt` and `params` are indices into `AddRequests`' lists."""
+    """An `EngineRequest`; `prompt`, `params` and `images` are places in `AddRequests`' lists."""
 
     id: str
     prompt: int
@@ -39,26 +39,30 @@ class SharedRequest(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: str
     arrival_time: float
     turn: int
+    images: int
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True):
-    """Sequences to generate; a prompt or parameters shared by several are sent once."""
+    """Sequences to generate; a prompt, parameters or images shared by several are sent once."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]
+    images: list[tuple[ImageInput, ...]]
     sequences: list[SharedRequest]
 
     @classmethod
     def of(cls, requests: Sequence[EngineRequest]) -> AddRequests:
-        """Build from requests; a prompt or params object is sent once per identity."""
+        """Build from requests; a prompt, params or images object is sent once per identity."""
         prompts: dict[int, list[int]] = {}
         params: dict[int, SamplingParams] = {}
-        places: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        images: dict[int, tuple[ImageInput, ...]] = {}
+        places: tuple[dict[int, int], ...] = ({}, {}, {})
         sequences = []
         for request in requests:
             prompt, parameters = id(request.prompt_token_ids), id(request.params)
             prompts[prompt] = request.prompt_token_ids
             params[parameters] = request.params
+            images[id(request.images)] = request.images
             sequences.append(
                 SharedRequest(
                     request.id,
@@ -69,21 +73,26 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True):
                     request.cache_salt,
                     request.arrival_time,
                     request.turn,
+                    places[2].setdefault(id(request.images), len(places[2])),
                 )
             )
-        return cls([*prompts.values()], [*params.values()], sequences)
+        return cls([*prompts.values()], [*params.values()], [*images.values()], sequences)
 
     def requests(self) -> Iterator[EngineRequest]:
-        """The requests, again with shared prompt and params objects.
+        """The requests, again with shared objects.
 
         Raises:
             WireError: when a place in the lists is none.
         """
         for sequence in self.sequences:
-            places = (sequence.prompt, self.prompts), (sequence.params, self.params)
-            if not all(0 <= place < len(shared) for place, shared in places):
+            places = (
+                (sequence.prompt, len(self.prompts)),
+                (sequence.params, len(self.params)),
+                (sequence.images, len(self.images)),
+            )
+            if not all(0 <= place < count for place, count in places):
                 raise WireError(
-                    f"request {sequence.id!r} names a prompt or params not sent with it"
+                    f"request {sequence.id!r} names a prompt, params or images not sent with it"
                 )
             yield EngineRequest(
                 id=sequence.id,
@@ -94,6 +103,7 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True):
                 cache_salt=sequence.cache_salt,
                 arrival_time=sequence.arrival_time,
                 turn=sequence.turn,
+                images=self.images[sequence.images],
             )
 
 

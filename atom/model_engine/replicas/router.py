@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
+from atom.messages import ImageInput
 from atom.model_engine.block_pool import BlockHash, hash_block, root_hash
 
 # A known prefix decides when it has so many tokens or is half of the prompt; what is shorter, such
@@ -34,7 +35,12 @@ class Router:
         ]
         self._turn = 0
 
-    def hashes(self, prompt_token_ids: Sequence[int], cache_salt: str) -> list[BlockHash]:
+    def hashes(
+        self,
+        prompt_token_ids: Sequence[int],
+        cache_salt: str,
+        images: Sequence[ImageInput] = (),
+    ) -> list[BlockHash]:
         """The chained hashes of a prompt's full blocks, as many as a cache would be asked for."""
         hashes: list[BlockHash] = []
         if not self._num_blocks:
@@ -42,7 +48,8 @@ class Router:
         size = self._block_size
         parent = root_hash(cache_salt)
         for start in range(0, len(prompt_token_ids) - size, size):
-            parent = hash_block(parent, prompt_token_ids[start : start + size])
+            tokens = prompt_token_ids[start : start + size]
+            parent = hash_block(parent, tokens, start, images)
             hashes.append(parent)
         return hashes
 

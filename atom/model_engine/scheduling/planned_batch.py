@@ -81,6 +81,7 @@ class PlannedBatch:
                 request.params,
                 request.seed,
                 request.cache_salt,
+                request.images,
             )
         )
 

@@ -62,7 +62,8 @@ class PrefixCache:
         parent = root_hash(seq.request.cache_salt)
         for index, block_id in enumerate(seq.block_ids[: seq.num_published]):
             start = index * size
-            parent = hash_block(parent, seq.token_ids[start : start + size + self._overlap])
+            tokens = seq.token_ids[start : start + size + self._overlap]
+            parent = hash_block(parent, tokens, start, seq.request.images)
             self._pool.check_published(block_id, parent)
 
     def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:

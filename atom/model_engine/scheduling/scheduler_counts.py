@@ -50,6 +50,10 @@ class SchedulerCounts:
         self._verified.clear()
         self._totals.num_lookup_tokens = output.num_lookup_tokens
         totals, parts = self._totals, output.parts
+        if output.encoder is not None:
+            totals.mm_cache_queries += output.encoder.queries
+            totals.mm_cache_hits += output.encoder.hits
+            totals.encoder_seconds += output.encoder.seconds
         totals.num_steps += 1
         if 0 < batch.num_decoding < len(batch.sequences):
             totals.num_mixed_steps += 1

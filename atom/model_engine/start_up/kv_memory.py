@@ -43,6 +43,7 @@ def allocate_kv_cache(
 
     def profile() -> None:
         allocate_pools(rank, builders, parts, 1, 1)
+        _encode_largest(rank, parts)
         _run_largest_steps(rank, parts)
 
     graph_bytes = runner.steps.estimate_graph_bytes
@@ -54,6 +55,8 @@ def allocate_kv_cache(
         rank.groups.num_local,
         builders.states.num_bytes,
     )
+    if rank.config.cache.kv_cache_memory is None and parts.model.image_encoder is not None:
+        budget -= rank.config.cache.mm_cache_memory
     builders.states.check(budget)
     plan = plan_kv_cache(
         budget,
@@ -154,6 +157,22 @@ def _log_limits(rank: Rank, block_bytes: int) -> None:
             limit.most_blocks - num_spare,
             rank.config.cache.block_size,
         )
+
+
+@torch.inference_mode()
+def _encode_largest(rank: Rank, parts: RankParts) -> None:
+    """Encode the largest image that there may be."""
+    encoder, context = parts.model.image_encoder, rank.context
+    if encoder is None:
+        return
+    shape, grid = encoder.largest_input()
+    try:
+        encoder(torch.zeros(shape, dtype=context.dtype, device=context.device), grid)
+    except torch.OutOfMemoryError as error:
+        raise KVCacheMemoryError(
+            f"the device has no memory to encode the largest image, {list(shape)}: {error}; lower "
+            f"--max-num-batched-tokens, or load no encoder with --limit-mm-per-prompt image=0"
+        ) from error
 
 
 def _run_largest_steps(rank: Rank, parts: RankParts) -> None:

@@ -18,6 +18,7 @@ from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables, StepTables
 from atom.kv_cache.windows import WindowedBlockTables, WindowMap
 from atom.model_engine.step.carried_rows import CarriedPlan, CarriedRows
+from atom.model_engine.step.step_images import StepImages
 from atom.model_engine.step.step_layout import StepLayout, StepLayoutCache, layout_of
 from atom.model_engine.step.step_places import GraphInput, Places, Shape, TakeOp
 from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES, AttentionMetadata, ModelInput
@@ -83,6 +84,7 @@ class InputBuilder:
             more of them recur.
         windows: where layers with a window have blocks of their own; None if they have not.
         selects_rows: whether steps that do not recur may name the rows that are read.
+        images: of running sequences; None if the model reads none.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class InputBuilder:
         ragged_len: int = 0,
         windows: WindowMap | None = None,
         selects_rows: bool = False,
+        images: StepImages | None = None,
     ) -> None:
         most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
         num_bytes = most * _TOKEN_BYTES + max_num_seqs * _SEQUENCE_BYTES + _MORE_BYTES
@@ -115,6 +118,7 @@ class InputBuilder:
         self._take = take
         self._ragged_len = ragged_len
         self._selects_rows = selects_rows
+        self.images = images
         self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
         self._kept = StepLayoutCache()
         width = -(-max_model_len // block_size)
@@ -185,11 +189,13 @@ class InputBuilder:
         sequences = batch.sequences
         if batch.new or batch.freed_rows:
             self._kept.forget()
+        images = None if self.images is None else self.images.rows(sequences)
         layout = layout_of(sequences)
-        kept = self._kept.find(layout)
+        kept = self._kept.find(layout) if images is None else None
         if kept is not None and (step := self._repeat(kept, sequences)) is not None:
             return step
-        shape = Shape(sequences, self._fit, self._ragged_len)
+        fit = self._fit if images is None else _fits_no_graph
+        shape = Shape(sequences, fit, self._ragged_len)
         graph = shape.graph
         self.staging.restart()
         size, tokens = shape.num_sequences, shape.num_rows
@@ -218,7 +224,10 @@ class InputBuilder:
             sampled = self.staging.put(np.array(indices, dtype=np.int64))
             draft_sampling_rows = self.staging.put(shape.rows[indices]) if is_sampled else None
         is_replayable = (
-            sampled is None and not batch.new and shape.longest_query <= MAX_DECODE_QUERIES
+            sampled is None
+            and not batch.new
+            and shape.longest_query <= MAX_DECODE_QUERIES
+            and images is None
         )
         samples_on_device = is_replayable and sample.samples_on_device
         rest = (graph, sample, next_token_ids)
@@ -229,6 +238,8 @@ class InputBuilder:
         # Last, since their number changes between steps that are otherwise the same.
         carried = self._send(sequences, sample, shape.lens)
         model_input = self._model_input(places, sequences, shape, graph)
+        if images is not None:
+            model_input = replace(model_input, images=images)
         if self._selects_rows and graph is None and not is_replayable and not sample.prompts:
             model_input = replace(model_input, output_rows=sample.logits_indices)
         self._take_carried(carried, model_input, sample, next_token_ids)
@@ -397,6 +408,10 @@ def _input_of(
         samples_on_device=kept.samples_on_device,
         carried=carried,
     )
+
+
+def _fits_no_graph(*_: int) -> GraphKey | None:
+    return None
 
 
 def _known(

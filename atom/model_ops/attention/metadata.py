@@ -134,6 +134,23 @@ class StateMetadata:
 
 
 @dataclass(frozen=True)
+class ImageRows:
+    """Rows of a step that images fill.
+
+    Attributes:
+        places: [M] int64, which of the step's T rows they are.
+        embeddings: [M, hidden].
+    """
+
+    places: torch.Tensor
+    embeddings: torch.Tensor
+
+    def fill(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The embedded tokens [T, hidden], with these rows overwritten."""
+        return hidden.index_copy(0, self.places, self.embeddings)
+
+
+@dataclass(frozen=True)
 class ModelInput:
     """The input of a forward pass.
 
@@ -142,12 +159,14 @@ class ModelInput:
         attention: where the T tokens are in the KV cache.
         output_rows: [R] int64, the rows whose hidden states after the final norm are read; a model
             may leave others undefined. None when all are.
+        images: rows whose embedding is not that of their token, but an image's; None without any.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     attention: AttentionMetadata
     output_rows: torch.Tensor | None = None
+    images: ImageRows | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,38 @@
+"""Which processor a model has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atom.config import ConfigError, ModelOptions
+from atom.model_loader.source import ModelSource
+from atom.multimodal.processors.base import ImageProcessor, processor_settings
+from atom.multimodal.processors.idefics3 import Idefics3ImageProcessor
+from atom.multimodal.processors.kimi_k25 import KimiImageProcessor
+
+# By the types of models.
+_KIMI = ("kimi_k25",)
+_IDEFICS = ("idefics3", "smolvlm")
+
+
+def create_image_processor(
+    source: ModelSource, options: ModelOptions, tokenizer: Any
+) -> ImageProcessor | None:
+    """The image processor of a model; None where it reads no images, or is loaded to read none.
+
+    Raises:
+        ConfigError: when the checkpoint's settings are not supported, or images are limited of a
+            model that reads none.
+    """
+    config = source.hf_config
+    if config.model_type not in (*_KIMI, *_IDEFICS):
+        if options.limit_mm_per_prompt and options.limit_mm_per_prompt.get("image"):
+            raise ConfigError(f"limit_mm_per_prompt: {source.name} reads no images; leave it out")
+        return None
+    if options.max_images == 0:
+        return None
+    settings = processor_settings(source.path)
+    if config.model_type in _IDEFICS:
+        return Idefics3ImageProcessor.of(settings, config, tokenizer)
+    placeholder = getattr(config, "media_placeholder_token_id", config.image_token_id)
+    return KimiImageProcessor.of(settings, int(placeholder))
