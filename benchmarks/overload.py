@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,9 @@ class Turn:
     seconds: float
     results: Counter[str] = field(default_factory=Counter)
     retry_after: list[int] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "results": dict(self.results)}
 
     @property
     def goodput(self) -> float:
@@ -154,7 +157,7 @@ async def measure(args: argparse.Namespace, port: int) -> dict[str, Any]:
         "load_of_machine": os.getloadavg()[0],
         "goodput": goodput,
         "ratio": goodput["overload"] / goodput["at capacity"],
-        "turns": {name: [asdict(turn) for turn in of] for name, of in turns.items()},
+        "turns": {name: [turn.as_dict() for turn in of] for name, of in turns.items()},
     }
 
 

@@ -61,8 +61,7 @@ def test_replayed(scripted: ScriptedServer, request_: dict[str, Any]) -> None:
     assert answer.status_code == 200, answer.text
     body = request_.get("body")
     if body is None:
-        if request_["path"] == "/v1/models":
-            assert [model["id"] for model in answer.json()["data"]] == ["model"]
+        _check_told(request_["path"], answer)
         return
     limit = _limit(body)
     if not body.get("stream"):
@@ -80,6 +79,20 @@ def test_replayed(scripted: ScriptedServer, request_: dict[str, Any]) -> None:
         pieces = [_text(choice) for chunk in chunks for choice in chunk["choices"]]
         _check_text(body, ["".join(pieces)])
         _check_usage(chunks, body.get("stream_options") or {}, limit)
+
+
+def _check_told(path: str, answer: httpx.Response) -> None:
+    """What clients ask for before and beside generating."""
+    match path:
+        case "/v1/models":
+            assert [model["id"] for model in answer.json()["data"]] == ["model"]
+        case "/health":
+            assert answer.json() == {"status": "ok"}
+        case "/metrics":  # asked for by HEAD alone
+            assert answer.headers["content-type"].startswith("text/plain; version=1.0.0")
+            assert int(answer.headers["content-length"]) > 1000
+        case _:
+            raise AssertionError(f"nobody said what {path} answers")
 
 
 def _text(choice: dict[str, Any]) -> str:
