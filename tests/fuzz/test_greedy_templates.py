@@ -17,18 +17,55 @@ GREEDY = [
     "{{ ([1] * 99999999) | length }}",
     "{{ 9 ** 999999999 }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+    "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t + n.t %}{% endfor %}",
+    "{% set n = namespace(t='x') %}"
+    "{% for i in range(60) %}{% set n.t = [n.t, n.t] | join %}{% endfor %}",
+    "{% set n = namespace(t='x') %}"
+    "{% for i in range(60) %}{% set n.t = n.t | replace('x', 'xx') %}{% endfor %}",
+    "{{ ('x' * 99999) | replace('', 'y' * 99999) }}",
+    "{{ ('x' * 99999).replace('x', 'y' * 99999) }}",
+    "{{ ('y' * 99999).join(['x'] * 99999) }}",
+    "{{ (['x'] * 99999) | join('y' * 99999) }}",
+    "{{ 'x' | center(10**12) }}",
+    "{{ 'x' | center(width=10**12) }}",
+    "{{ 'x'.ljust(10**12) }}",
+    "{{ 'x'.zfill(10**12) }}",
+    "{{ ('\t' * 99999).expandtabs(99999) }}",
+    "{{ ('x\n' * 99999) | indent(99999) }}",
+    "{{ [1] | batch(10**12, 2) | list }}",
+    "{{ [1] | slice(10**12) | list }}",
+    "{{ messages | tojson(indent=10**12) }}",
+    "{{ ('x y ' * 99999) | wordwrap(1, wrapstring='z' * 99999) }}",
+    "{{ '%1000000000000d' % 1 }}",
+    "{{ '%*d' % (10**12, 1) }}",
+    "{{ '%1000000000000d' | format(1) }}",
+    "{{ '{:1000000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 10**12) }}",
+    "{{ lipsum(10**9) }}",
+    # Each a moderate text, of which loops keep as many as they like.
+    "{% set n = namespace(t=[]) %}"
+    "{% for i in range(99999) %}{% set n.t = n.t + [('x' * 99999) ~ i] %}{% endfor %}",
 ]
 MODEST = [
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ m.content }}{% endfor %}",
     "{% for k, v in messages[0].items() %}{{ k }}{{ loop.last }}{% else %}none{% endfor %}",
     "{{ '=' * 40 }}{{ 3 * 4 }}{{ 2 ** 10 }}{{ 2.5 * 2 }}{{ [1] * 2 }}",
     "{% for n in nothing %}{{ n }}{% else %}none{% endfor %}",
+    "{{ 'a' ~ 1 ~ none ~ nothing ~ ['b'] }}{{ 'a' + 'b' }}{{ [1] + [2] }}{{ 1 + 2.5 }}",
+    "{{ ['a', 1] | join(', ') }}{{ ', '.join(['a', 'b']) }}"
+    "{{ messages | map(attribute='role') | join }}",
+    "{{ 'aba' | replace('a', 'c') }}{{ 'aba'.replace('a', 'c', 1) }}"
+    "{{ 'x' | center(3) }}|{{ 'x'.rjust(3) }}",
+    "{{ 'a\nb' | indent(2) }}{{ '%05.1f|%s' % (1.25, 'x') }}"
+    "{{ '%d%%' | format(7) }}{{ '{:>3}'.format(1) }}",
+    "{{ [1, 2, 3] | batch(2) | list }}{{ {'a': 1} | tojson(indent=1) }}",
 ]
 
 
 @pytest.mark.parametrize("template", GREEDY)
 def test_refused(template: str) -> None:
-    with pytest.raises(TemplateError, match="template"):
+    with pytest.raises(TemplateError, match=r"template|lipsum"):
         render_chat_template(template, _USER)
 
 
@@ -49,4 +86,9 @@ def test_modest_ones_say_what_they_did() -> None:
         "roleFalsecontentTrue",
         "=" * 40 + "1210245.0[1, 1]",
         "none",
+        "a1None['b']ab[1, 2]3.5",
+        "a, 1a, buser",
+        "cbccba x |  x",
+        "a\n  b001.2|x7%  1",
+        '[[1, 2], [3]]{\n "a": 1\n}',
     ]

@@ -8,27 +8,20 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Filter, For, Node
+from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from atom.model_loader.tokenizers.bounded_templates import BoundedEnvironment, one_text
+
 _END = "CONTINUE_FINAL_MESSAGE_TAG "
-# Turns of all loops of one text: a conversation of 10,000 messages, each looked at 100 times.
-_MOST_TURNS = 1_000_000
-# Parts of what is repeated, and exponents.
-_MOST_ITEMS, _MOST_POWER = 1 << 24, 64
-_COUNTED = "counted turns"
-_turns_left: ContextVar[list[int]] = ContextVar("turns left")
 # What a message's thoughts are called; templates read the first, those of gpt-oss the second.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
@@ -66,15 +59,13 @@ def render_chat_template(
     if continue_final_message:
         final = _mark_end(chat[-1], template)
     given = {"messages": chat, "tools": _plain(tools), "documents": _plain(documents)}
-    turns = _turns_left.set([_MOST_TURNS])
     try:
-        text = _compiled(template).render(
-            **given, add_generation_prompt=add_generation_prompt, **_plain(variables)
-        )
+        with one_text():
+            text = _compiled(template).render(
+                **given, add_generation_prompt=add_generation_prompt, **_plain(variables)
+            )
     except (RecursionError, MemoryError) as error:
         raise TemplateError(f"the template needs too much: {type(error).__name__}") from error
-    finally:
-        _turns_left.reset(turns)
     return _cut(text, final) if continue_final_message else text
 
 
@@ -128,49 +119,15 @@ def _plain(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _compiled(template: str) -> Template:
-    environment = _Bounded(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
-    environment.filters[_COUNTED] = _counted
+    environment.use_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _Namespace
     return environment.from_string(template)
-
-
-class _Bounded(ImmutableSandboxedEnvironment):
-    """Without loops and repetitions that would take the server's time or memory."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def _parse(self, *args: Any) -> Any:
-        tree = super()._parse(*args)
-        for loop in list(tree.find_all(For)):
-            loop.iter = Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
-        return tree
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            count, repeated = (left, right) if isinstance(left, int) else (right, left)
-            if isinstance(count, int) and isinstance(repeated, (str, list, tuple)):
-                size = count * len(repeated)
-                if size > _MOST_ITEMS:
-                    raise TemplateError(f"the template repeats something to {size} parts")
-        if operator == "**" and isinstance(right, (int, float)) and abs(right) > _MOST_POWER:
-            raise TemplateError(f"the template computes a power of {right}")
-        return super().call_binop(context, operator, left, right)
-
-
-def _counted(items: Any) -> Iterator[Any]:
-    """The items of a loop, as long as all loops of the text have turns left."""
-    left = _turns_left.get()
-    for item in items:
-        left[0] -= 1
-        if left[0] < 0:
-            raise TemplateError(f"the template's loops take more than {_MOST_TURNS} turns")
-        yield item
 
 
 class _Generation(Extension):
