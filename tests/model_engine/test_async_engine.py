@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -15,8 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
+import zmq
 from endless import CACHE, ENDLESS_TOKENS
-from patience import PATIENCE_SECONDS, until
+from patience import PATIENCE_SECONDS, is_gone, until
 
 from atom.config import CacheOptions, ConfigError, EngineConfig, ModelOptions
 from atom.messages import EngineDeadError, RequestRefusedError, StepReport
@@ -437,6 +439,28 @@ async def test_shutdown_drains_then_aborts(
     assert engine.trouble is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_sockets_that_never_close_stop_nobody(
+    own_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ's end of a context may hang."""
+    closing, may_end = threading.Event(), threading.Event()
+    end = zmq.Context.term
+
+    def hang(self: zmq.Context[zmq.Socket[bytes]]) -> None:
+        closing.set()
+        may_end.wait(2 * PATIENCE_SECONDS)
+        end(self)
+
+    monkeypatch.setattr(zmq.Context, "term", hang)
+    (pid,) = own_engine.pids
+    try:
+        await asyncio.wait_for(own_engine.shutdown(0), PATIENCE_SECONDS)
+        assert is_gone(pid)
+        assert closing.wait(PATIENCE_SECONDS)
+    finally:
+        may_end.set()
 
 
 async def test_startup_error_is_the_users_message(config: EngineConfig) -> None:

@@ -180,7 +180,10 @@ class EngineClient:
         self._close_pipe()
         if self.is_open:
             self._loop.remove_reader(self._reports.fileno())
-            self._context.destroy(linger=0)
+            for socket in (self._requests, self._reports):
+                socket.close(linger=0)
+            # The library rarely waits for ever here, so nobody waits for it.
+            threading.Thread(target=self._context.term, daemon=True).start()
         shutil.rmtree(self._socket_dir, ignore_errors=True)
 
 
