@@ -19,9 +19,10 @@ from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.deepseek_v2 import expect
 from atom.models.layers.gated_attention import GatedAttention
 from atom.models.layers.layer_types import is_linear
+from atom.models.layers.mtp import MTPTarget
 from atom.models.layers.one_plus_norms import OnePlusNorms
-from atom.models.llama import SILU
-from atom.models.phi3 import Phi3ForCausalLM
+from atom.models.llama import SILU, head_size
+from atom.models.phi3 import rotated_size
 from atom.models.qwen2_moe import Qwen2MoeDecoderLayer
 
 if TYPE_CHECKING:
@@ -33,8 +34,14 @@ _MODULES = {
     "A_log": "gates.A_log",
     "dt_bias": "gates.dt_bias",
 }
-# Loaded by nothing: `mtp.fc`, `mtp.layers.0`, ...
-_PREDICTION = (r"mtp\..*",)
+# The checkpoint's names of the prediction layer, behind `mtp`, and what follows our layer's.
+_PREDICTION = {
+    "layers.0": "",
+    "fc": ".eh_proj",
+    "pre_fc_norm_embedding": ".enorm",
+    "pre_fc_norm_hidden": ".hnorm",
+    "norm": ".shared_head.norm",
+}
 
 
 class GatedDeltaNet(Sublayer):
@@ -126,20 +133,47 @@ class Qwen3NextDecoderLayer(Qwen2MoeDecoderLayer):
     def create_attention(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
     ) -> Sublayer:
-        if is_linear(config, layer_id):
+        if layer_id < config.num_hidden_layers and is_linear(config, layer_id):
             return self.linear_class(config, context, f"{prefix}.linear_attn")
         return super().create_attention(config, layer_id, context, prefix)
 
 
-class Qwen3NextForCausalLM(OnePlusNorms, Phi3ForCausalLM):
+class Qwen3NextForCausalLM(OnePlusNorms, MTPTarget):
     """Source of names and computation: transformers' `qwen3_next`.
 
-    The checkpoint's prediction layers (`mtp.*`) are not loaded.
+    It does not have the prediction layer, `mtp.*`: one with attention, whatever the last is. Source
+    of its computation: Qwen3-Next's checkpoint and what engines make of it, DeepSeek-V3's layer by
+    other names.
     """
 
     layer_class = Qwen3NextDecoderLayer
 
+    def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
+        size = head_size(config)
+        return RotaryEmbedding(config, size, context, rotary_dim=rotated_size(config))
+
+    @property
+    def mtp_layer_ids(self) -> range:
+        count = getattr(self.config, "mtp_num_hidden_layers", 1)  # not in every config
+        return range(self.config.num_hidden_layers, self.config.num_hidden_layers + count)
+
+    @property
+    def mtp_renames(self) -> tuple[tuple[str, str], ...]:
+        layer = f"model.layers.{self.config.num_hidden_layers}"
+        return tuple((f"mtp.{name}.", f"{layer}{ours}.") for name, ours in _PREDICTION.items())
+
+    def mtp_prefix(self, layer_id: int) -> str:
+        """Raises:
+        ConfigError: for several layers: no published model says how they share a projection.
+        """
+        if (count := len(self.mtp_layer_ids)) > 1:
+            raise ConfigError(
+                f"method mtp: {self.config.model_type} with mtp_num_hidden_layers={count} is not "
+                f"supported, one is"
+            )
+        return f"mtp.layers.{layer_id - self.config.num_hidden_layers}"
+
     @property
     def weight_mapping(self) -> WeightMapping:
         mapping = super().weight_mapping
-        return replace(mapping, modules=_MODULES, ignored=(*mapping.ignored, *_PREDICTION))
+        return replace(mapping, modules=_MODULES, ignored=(*mapping.ignored, r"mtp\..*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,88 @@ def wrap_as_seeing(checkpoint: Checkpoint, architecture: str, model_type: str) -
         vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16},
         tie_word_embeddings=False,
     )
+
+
+@torch.no_grad()
+def add_prediction_layer(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Add the prediction layer of Qwen3-Next, of the kind of layer 1 -> its tensors."""
+    file = checkpoint.folder / "model.safetensors"
+    tensors = load_file(file)
+    layer = "model.layers.1."
+    shapes = {
+        f"mtp.layers.0.{name.removeprefix(layer)}": tensor.shape
+        for name, tensor in tensors.items()
+        if name.startswith(layer)
+    }
+    size = checkpoint.reference.config.hidden_size
+    shapes["mtp.fc.weight"] = torch.Size((size, 2 * size))
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        shapes[f"mtp.{name}.weight"] = torch.Size((size,))
+    generator = torch.Generator().manual_seed(7)
+    own = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        own[name] = noise * (0.3 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5)
+    save_file({**tensors, **own}, file, metadata={"format": "pt"})
+    return own
+
+
+class ReferencePrediction:
+    """The prediction layer of a checkpoint as transformers' decoder layer, over whole texts."""
+
+    def __init__(self, checkpoint: HybridCheckpoint, tensors: dict[str, torch.Tensor]) -> None:
+        self.checkpoint, self.tensors = checkpoint, tensors
+        self.model = checkpoint.reference.model
+        self.layer = copy.deepcopy(self.model.layers[1])
+        begin = "mtp.layers.0."
+        own = {n.removeprefix(begin): t for n, t in tensors.items() if n.startswith(begin)}
+        if experts := [name for name in own if ".experts." in name]:
+            parts = {name: own.pop(name) for name in experts}
+            count = 1 + max(int(name.split(".")[2]) for name in parts)
+            one = "mlp.experts.{}.{}.weight"
+            own["mlp.experts.gate_up_proj"] = torch.stack(
+                [
+                    torch.cat([parts[one.format(i, n)] for n in ("gate_proj", "up_proj")])
+                    for i in range(count)
+                ]
+            )
+            own["mlp.experts.down_proj"] = torch.stack(
+                [parts[one.format(i, "down_proj")] for i in range(count)]
+            )
+        self.layer.load_state_dict(own)
+
+    @torch.inference_mode()
+    def draft(self, tokens: list[int]) -> int:
+        """The most likely token but one behind a text, of which the last token is new."""
+        cache, states = None, []
+        for token in tokens[:-1]:
+            output = self.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            states.append(output.last_hidden_state)
+        embeds = self.model.embed_tokens(torch.tensor([tokens[1:]]))
+        joined = torch.cat(
+            [
+                self._norm(embeds, "pre_fc_norm_embedding"),
+                self._norm(torch.cat(states, 1), "pre_fc_norm_hidden"),
+            ],
+            -1,
+        )
+        x = joined @ self.tensors["mtp.fc.weight"].T
+        positions = torch.arange(x.shape[1])[None]
+        future = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]
+        x = self.layer(
+            x,
+            position_embeddings=self.model.rotary_emb(x, positions),
+            attention_mask=future,
+            position_ids=positions,
+        )
+        logits = self.checkpoint.reference.lm_head(self._norm(x, "norm"))
+        return int(logits[0, -1].argmax())
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        eps = self.checkpoint.reference.config.rms_norm_eps
+        weight = 1 + self.tensors[f"mtp.{name}.weight"]
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
 def list_layers(checkpoint: Checkpoint) -> None:

@@ -15,6 +15,8 @@ from models.harness import ModelBench, load_model, split
 from models.hybrids import (
     HYBRIDS,
     HybridCheckpoint,
+    ReferencePrediction,
+    add_prediction_layer,
     list_layers,
     rename_as_transformers,
     wrap_as_seeing,
@@ -44,6 +46,7 @@ LONG = {
     "sampled": SamplingParams(temperature=0.8, seed=3, max_tokens=28, ignore_eos=True),
 }
 FAMILIES = [name for name in HYBRIDS if "-" not in name]
+WITH_PREDICTION = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 PAIR = ["qwen3_next", "kimi_linear"]
 # A prompt in which a lookup finds drafts, one that is longer than the versions, a short one.
 PROMPTS = [prompt(5, seed=4) * 4, prompt(19), prompt(2, seed=1)]
@@ -54,12 +57,15 @@ class Hybrids:
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         self._folder, self._tokenizer = folder, tokenizer
+        self.prediction: dict[str, dict[str, torch.Tensor]] = {}
         self.checkpoint = cache(self._checkpoint)
         self.draft = cache(self._draft)
         self.expected = cache(self._expected)
 
     def _checkpoint(self, name: str) -> HybridCheckpoint:
         checkpoint = write_hybrid(name, self._folder / name, vocab_size=len(self._tokenizer))
+        if name in WITH_PREDICTION:
+            self.prediction[name] = add_prediction_layer(checkpoint)
         self._tokenizer.save_pretrained(checkpoint.folder)
         return checkpoint
 
@@ -230,7 +236,11 @@ def speculating(
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "overlap", "run"), itertools.product(PAIR, DRAFTS, (False, True), RUNS)
+    ("name", "method", "overlap", "run"),
+    [
+        *itertools.product(PAIR, DRAFTS, (False, True), RUNS),
+        *itertools.product(["qwen3_next"], ["mtp"], (False, True), RUNS),
+    ],
 )
 def test_drafts_change_no_token(
     hybrids: Hybrids,
@@ -339,10 +349,52 @@ def test_what_kimi_linear_does_not_have(
         load_model(tmp_path, 32)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
-def test_prediction_layers_are_refused(hybrids: Hybrids, name: str) -> None:
-    with pytest.raises(ConfigError, match="method mtp"):
-        create_engine(hybrids.checkpoint(name).folder, method="mtp", num_speculative_tokens=1)
+@pytest.mark.parametrize("name", WITH_PREDICTION)
+def test_drafts_of_prediction_layers(
+    hybrids: Hybrids, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first draft behind each text is that of transformers' layer."""
+    checkpoint = hybrids.checkpoint(name)
+    reference = ReferencePrediction(checkpoint, hybrids.prediction[name])
+    with engines.drafts_recorded(monkeypatch) as recorded:
+        engine = create_engine(
+            checkpoint.folder, method="mtp", num_speculative_tokens=2, speculative_adaptive=False
+        )
+        prompts = [prompt(5), prompt(12)]
+        assert generate(engine, GREEDY, prompts) == [greedy(checkpoint, ids) for ids in prompts]
+    (drafts,) = recorded
+    assert len(drafts) > 10
+    for text, made in drafts.items():
+        assert made[0] == reference.draft([*text])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers=2 is not supported"),
+        ({}, "saved without its prediction layers"),
+    ],
+)
+def test_prediction_layers_that_cannot_draft(
+    fields: dict[str, int],
+    message: str,
+    tmp_path: Path,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    checkpoint = write_hybrid("qwen3_5", tmp_path, vocab_size=len(byte_level_tokenizer))
+    if fields:
+        add_prediction_layer(checkpoint)
+    edit_config(tmp_path, **fields)
+    byte_level_tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        create_engine(tmp_path, method="mtp", num_speculative_tokens=1)
+
+
+def test_kimi_linear_has_no_prediction_layers(hybrids: Hybrids) -> None:
+    with pytest.raises(ConfigError, match="method mtp needs prediction layers"):
+        create_engine(
+            hybrids.checkpoint("kimi_linear").folder, method="mtp", num_speculative_tokens=1
+        )
 
 
 def test_a_draft_model_with_states_is_refused(hybrids: Hybrids) -> None:

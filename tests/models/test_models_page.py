@@ -65,6 +65,11 @@ _DRAFTS = {
     "glm_moe_dsa": "MTP inside",
     "glm4_moe": "MTP inside",
     "glm4_moe_lite": "MTP inside",
+    "qwen3_next": "MTP inside",
+    "qwen3_5_text": "MTP inside",
+    "qwen3_5_moe_text": "MTP inside",
+    "qwen3_5": "MTP inside",
+    "qwen3_5_moe": "MTP inside",
     "kimi_k25": "`lightseekorg/kimi-k2.5-eagle3`, `AQ-MedAI/Kimi-K25-eagle3`",
 }
 

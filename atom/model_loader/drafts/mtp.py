@@ -42,8 +42,9 @@ def load_mtp(
     if not isinstance(target, MTPTarget):
         architectures = ", ".join(source.hf_config.architectures or ["?"])
         raise ConfigError(
-            f"method mtp drafts with the prediction layers of DeepSeek-V3, Kimi and GLM "
-            f"checkpoints; {source.name} is a {architectures}; use method eagle3 or suffix"
+            f"method mtp drafts with the prediction layers of DeepSeek-V3, Kimi, GLM and "
+            f"Qwen3-Next checkpoints; {source.name} is a {architectures}; use method eagle3 or "
+            f"suffix"
         )
     layer_ids = target.mtp_layer_ids
     if not layer_ids:
@@ -70,12 +71,11 @@ def load_mtp(
 def _parts(target: MTPTarget, layer_ids: range, source: ModelSource) -> list[MTPParts]:
     """The embedding and head of each layer that differ from the target's."""
     tensors = {tensor.name: tensor for tensor in list_tensors(source.path)}
-    layers = f"{target.prefix}model.layers"
-    for i in layer_ids:
-        if not any(name.startswith(f"{layers}.{i}.") for name in tensors):
+    for layer in map(target.mtp_prefix, layer_ids):
+        if not any(name.startswith(f"{layer}.") for name in tensors):
             raise ConfigError(
                 f"{source.path}: the config says num_nextn_predict_layers={len(layer_ids)}, and "
-                f"the checkpoint holds no tensor of {layers}.{i}: it was saved without its "
+                f"the checkpoint holds no tensor of {layer}: it was saved without its "
                 f"prediction layers; use the complete one, or method eagle3 or suffix"
             )
     is_stored = not isinstance(source.quantization, OnlineConfig)
@@ -83,11 +83,11 @@ def _parts(target: MTPTarget, layer_ids: range, source: ModelSource) -> list[MTP
     head = embedding if target.tied else f"{target.prefix}lm_head"
     return [
         MTPParts(
-            embed_tokens=_differs(tensors, f"{layers}.{i}.embed_tokens", embedding),
-            head=_differs(tensors, f"{layers}.{i}.shared_head.head", head),
-            is_plain=is_stored and _is_plain(tensors.values(), f"{layers}.{i}."),
+            embed_tokens=_differs(tensors, f"{layer}.embed_tokens", embedding),
+            head=_differs(tensors, f"{layer}.shared_head.head", head),
+            is_plain=is_stored and _is_plain(tensors.values(), f"{layer}."),
         )
-        for i in layer_ids
+        for layer in map(target.mtp_prefix, layer_ids)
     ]
 
 

@@ -32,6 +32,7 @@ from atom.model_ops.quant.base import UnquantizedConfig
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.layers.one_plus_norms import OnePlusNorms, add_one_to_norms
 from atom.models.llama import LlamaForCausalLM
 
 if TYPE_CHECKING:
@@ -56,6 +57,17 @@ class MTPTarget(LlamaForCausalLM):
         """The ids of the prediction layers, which follow the last layer."""
         count = getattr(self.config, "num_nextn_predict_layers", None) or 0  # not in every config
         return range(self.config.num_hidden_layers, self.config.num_hidden_layers + count)
+
+    @property
+    def mtp_renames(self) -> tuple[tuple[str, str], ...]:
+        """Prefixes of the prediction layers' tensors in the checkpoint, and of ours, which follow
+        the last layer; none where the checkpoint has these.
+        """
+        return ()
+
+    def mtp_prefix(self, layer_id: int) -> str:
+        """The checkpoint's name of a prediction layer."""
+        return f"{self.prefix}model.layers.{layer_id}"
 
     @property
     def weight_mapping(self) -> WeightMapping:
@@ -115,7 +127,7 @@ class MTPLayer(nn.Module):
         self, target: MTPTarget, layer_id: int, parts: MTPParts, context: LayerContext
     ) -> None:
         super().__init__()
-        config, prefix = target.config, f"{target.prefix}model.layers.{layer_id}"
+        config, prefix = target.config, target.mtp_prefix(layer_id)
         plain = dataclasses.replace(context, quant=UnquantizedConfig())
         if parts.is_plain:
             context = plain
@@ -210,12 +222,18 @@ class PredictionLayers(nn.Module):
         self.model = nn.ModuleDict({"layers": layers})
         self._rotary = target.model.rotary
         self._target_mapping = target.weight_mapping
+        self._renames = target.mtp_renames
+        self._adds_one = isinstance(target, OnePlusNorms)
         self._prefix = target.prefix
 
     @property
     def weight_mapping(self) -> WeightMapping:
         """For the target's checkpoint; all tensors of other layers are ignored."""
         target = self._target_mapping
+        if self._renames:
+            begins = "|".join(re.escape(name) for name, _ in self._renames)
+            others = rf"(?!({begins})).*"
+            return dataclasses.replace(target, renames=self._renames, ignored=(others,))
         layers = rf"{re.escape(self._prefix)}model\.layers"
         ids = "|".join(str(i) for i in self._layers)
         ignored = [rf"(?!{layers}\.({ids})\.).*", r".*\.rotary_emb\.inv_freq"]
@@ -225,6 +243,15 @@ class PredictionLayers(nn.Module):
             if not layer.parts.head:
                 ignored.append(rf"{layers}\.{i}\.shared_head\.head\..*")
         return dataclasses.replace(target, ignored=tuple(ignored))
+
+    @property
+    def dequantised_bytes(self) -> int:
+        return 0
+
+    def process_after_loading(self) -> None:
+        """Norms are stored as the target's are."""
+        if self._adds_one:
+            add_one_to_norms(self)
 
     def forward(
         self,

@@ -16,6 +16,11 @@ class OnePlusNorms(nn.Module):
 
     def process_after_loading(self) -> None:
         """Add the one."""
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                module.weight.data += 1
+        add_one_to_norms(self)
+
+
+def add_one_to_norms(model: nn.Module) -> None:
+    """Add one to the weights of all RMS norms."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.weight.data += 1
