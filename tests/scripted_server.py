@@ -20,12 +20,14 @@ from atom.messages import (
     EngineRequest,
     EngineStats,
     FinishReason,
+    ImageInput,
     SequenceOutput,
     StepReport,
 )
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import AsyncEngine
 from atom.model_engine.processes import wire
+from atom.multimodal.processors.base import ImageProcessor
 from atom.sampling_params import SamplingParams
 
 HEARTBEAT_SECONDS = 1.0
@@ -41,7 +43,7 @@ class ScriptedClient:
         drafts: instead of `tokens_per_step`, of a step by number: its drafts, the accepted ones and
             their source, for requests that let drafts be made.
         seconds_per_step: between steps.
-        prompt, params: token ids and sampling parameters of the last request.
+        prompt, params, images: token ids, sampling parameters and images of the last request.
     """
 
     pid = 0
@@ -56,6 +58,7 @@ class ScriptedClient:
         self.seconds_per_step = 0.0
         self.prompt: list[int] = []
         self.params: SamplingParams | None = None
+        self.images: tuple[ImageInput, ...] = ()
         self._tokenizer = tokenizer
         self._reports: asyncio.Queue[wire.Step] = asyncio.Queue()
         self._aborted: set[str] = set()
@@ -81,6 +84,7 @@ class ScriptedClient:
 
     def _answer(self, request: EngineRequest) -> None:
         self.prompt, self.params = request.prompt_token_ids, request.params
+        self.images = request.images
         text = self.text
         if self.reply is not None:
             text = self.reply(self._tokenizer.decode(self.prompt, skip_special_tokens=False))
@@ -130,7 +134,9 @@ class ScriptedServer:
         sampling_defaults: Mapping[str, Any] | None = None,
         synthetic_acceptance_length: float | None = None,
         engine_options: Mapping[str, Any] | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
+        self.image_processor = image_processor
         self._engine_config = engine_config(**(engine_options or {}))
         self._tokenizer = tokenizer
         self._synthetic_acceptance_length = synthetic_acceptance_length
@@ -201,6 +207,7 @@ class ScriptedServer:
                 self._options.admission,
                 observer,
                 sampling_defaults=self._sampling_defaults,
+                image_processor=self.image_processor,
             )
             app = create_app(engine, self._options, metrics)
             config = uvicorn.Config(

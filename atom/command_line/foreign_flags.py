@@ -79,7 +79,9 @@ def _refused(
 
 
 _NOTHING, _SEVERAL = Takes.NOTHING, Takes.SEVERAL
-_IMAGES = "images are not read here, and requests with images are refused"
+_IMAGES = (
+    "images are read as the checkpoint's processor says (--limit-mm-per-prompt, --mm-cache-memory)"
+)
 _KERNELS = "kernels are chosen by what the machine has (--show-ops tells), and nothing is compiled"
 _GRAPHS = "steps are recorded as graphs by themselves; --cudagraph-capture-sizes has their sizes"
 _LOGS = "--log-level says what the log holds, and /metrics has the rest at any time"
@@ -111,6 +113,7 @@ _VLLM = [
     _same(VLLM, "--spec-model --speculative-model", "--draft-model"),
     _same(VLLM, "--spec-tokens", "--num-speculative-tokens"),
     _same(VLLM, "--allowed-origins", "--cors-allow-origin", _SEVERAL),
+    _same(VLLM, "--allowed-media-domains", "--allowed-media-hosts", _SEVERAL),
     _same(VLLM, "--kv-cache-memory-bytes", "--kv-cache-memory"),
     _same(VLLM, "--async-scheduling", "--overlap", _NOTHING),
     _same(VLLM, "--no-async-scheduling", "--no-overlap", _NOTHING),
@@ -120,9 +123,8 @@ _VLLM = [
         _IMAGES,
         "--mm-encoder-tp-mode --mm-processor-cache-type --mm-processor-cache-gb --media-io-kwargs "
         "--mm-processor-kwargs --mm-shm-cache-max-object-size-mb --mm-encoder-attn-backend "
-        "--allowed-local-media-path --video-pruning-rate",
+        "--video-pruning-rate",
     ),
-    *_needless(VLLM, _IMAGES, "--allowed-media-domains", _SEVERAL),
     *_needless(
         VLLM,
         _IMAGES,

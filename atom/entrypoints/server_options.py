@@ -14,10 +14,23 @@ from atom.entrypoints.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.parsing.tool_parsers import TOOL_PARSERS
 from atom.environment import api_key_from_environment
 from atom.model_engine.admission import AdmissionLimits
-from atom.options.fields import add_flags, build, given_flags, option
+from atom.multimodal.policy import MediaPolicy
+from atom.options.fields import add_flags, build, given_flags, option, options_of
 from atom.quoting import quote
 
 UNKNOWN_FIELDS = ("warn", "refuse")
+MEDIA_OPTIONS = frozenset(
+    [
+        "allowed_media_hosts",
+        "allowed_local_media_path",
+        "max_image_bytes",
+        "max_image_pixels",
+        "media_fetch_timeout",
+    ]
+)
+# Of requests, where the option is left out.
+MAX_BODY_BYTES = 10 * 2**20
+MAX_IMAGE_BODY_BYTES = 32 * 2**20
 _HOST, _PORT = "127.0.0.1", 8000
 TOOL_FORMATS = ("auto", "none", *sorted(TOOL_PARSERS))
 REASONING_FORMATS = ("auto", "none", *REASONING_PARSERS)
@@ -126,7 +139,22 @@ class ServerOptions:
         alias="cors_allow_origins",
         parse=tuple,
     )
-    max_body_bytes: int = option(10 * 2**20, "largest request body")
+    max_body_bytes: int | None = option(
+        None, "largest request body; when omitted 10 MiB, and 32 MiB where the model reads images"
+    )
+    allowed_media_hosts: tuple[str, ...] = option(
+        (),
+        "host(s) from which images are fetched, as NAME or NAME:PORT; none when omitted",
+        parse=tuple,
+    )
+    allowed_local_media_path: str | None = option(
+        None, "folder below which requests may name image files; none when omitted"
+    )
+    max_image_bytes: int = option(MediaPolicy.max_bytes, "largest image file")
+    max_image_pixels: int = option(MediaPolicy.max_pixels, "most pixels of an image")
+    media_fetch_timeout: float = option(
+        MediaPolicy.fetch_seconds, "seconds that an image may take to be fetched"
+    )
     max_tool_grammar: int = option(
         2 * 2**20,
         "most characters of the grammar of a request's tools: twice their schemas, without "
@@ -182,6 +210,7 @@ class ServerOptions:
         if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
             raise OptionError(f"--root-path must be a path such as /llm, got {self.root_path!r}")
         self._check_certificates()
+        _ = self.media_policy
         if any(not key.strip() for key in self.given_api_keys):
             raise OptionError("--api-key must not be empty")
         if any(not name for name in self.served_model_names):
@@ -193,7 +222,7 @@ class ServerOptions:
         self._check_traces()
         if self.max_tool_grammar < 1:
             raise OptionError(f"--max-tool-grammar must be at least 1, got {self.max_tool_grammar}")
-        if self.max_body_bytes < 1:
+        if self.max_body_bytes is not None and self.max_body_bytes < 1:
             raise OptionError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}")
         if not 0 <= self.drain_seconds < float("inf"):
             raise OptionError(f"--drain-seconds must be at least 0, got {self.drain_seconds}")
@@ -244,6 +273,32 @@ class ServerOptions:
         except (OSError, ssl.SSLError) as error:  # the error names no file
             files = [f for f in (self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs) if f]
             raise OptionError(f"cannot serve HTTPS with {', '.join(files)}: {error}") from error
+
+    @property
+    def media_policy(self) -> MediaPolicy:
+        """Raises:
+        OptionError: for hosts, a folder or limits that cannot be.
+        """
+        try:
+            return MediaPolicy(
+                self.allowed_media_hosts,
+                Path(self.allowed_local_media_path) if self.allowed_local_media_path else None,
+                self.max_image_bytes,
+                self.max_image_pixels,
+                self.media_fetch_timeout,
+            )
+        except ValueError as error:
+            raise OptionError(f"options of images: {error}") from None
+
+    @property
+    def media_flags(self) -> list[str]:
+        """Those of images that have another value than when they are left out."""
+        return [
+            option.flag
+            for option in options_of(ServerOptions)
+            if option.field.name in MEDIA_OPTIONS
+            and vars(self)[option.field.name] != option.field.default
+        ]
 
     def check_sharing(self, suffix_cache_tokens: int) -> None:
         """How long an answer takes tells a little about the answers that it was looked up in.

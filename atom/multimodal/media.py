@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -18,9 +19,17 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
 
-_DATA_HEAD = re.compile(r"data:([a-z0-9.+/-]+);base64", re.IGNORECASE)
+_DATA_HEAD = re.compile(r"data:([a-z0-9.+/-]*);base64", re.IGNORECASE)
 # Of a head that is longer nothing is looked at.
 _MOST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class MediaFile:
+    """An image's bytes as they were read; `expected` is the format that they were said to have."""
+
+    data: bytes
+    expected: str | None = None
 
 
 class MediaLoader:
@@ -52,45 +61,25 @@ class MediaLoader:
         Raises:
             MediaError: for what is not allowed, too large, damaged or no image.
         """
-        most = self._policy.max_pixels
         if isinstance(reference, str):
-            return self._load_url(reference)
+            return self.decode(self.read(reference))
         if isinstance(reference, bytes):
-            return self.decode(reference)
+            self._check_size(len(reference))
+            return self.decode(MediaFile(reference))
         if isinstance(reference, Path):
-            return self.decode(self._read_file(reference))
+            return self.decode(MediaFile(self._read_file(reference)))
         from PIL import Image as pillow
 
         if isinstance(reference, pillow.Image):
-            return as_rgb(reference, most)
-        return as_rgb(_from_array(reference), most)
+            return as_rgb(reference, self._policy.max_pixels)
+        return as_rgb(_from_array(reference), self._policy.max_pixels)
 
-    def decode(self, data: bytes, mime: str | None = None) -> Image:
-        """The image of a file's bytes, of the type that `mime` says.
-
-        Raises:
-            MediaError: as `load`.
-        """
-        self._check_size(len(data))
-        expected = None if mime is None else format_of_mime(mime)
-        return decode(data, self._policy.max_pixels, expected)
-
-    def decode_base64(self, text: str, mime: str | None = None) -> Image:
-        """The image of a file in base64.
+    def read(self, url: str) -> MediaFile:
+        """The file that a data:, http(s): or file: URL stands for, not decoded yet.
 
         Raises:
-            MediaError: as `load`, and for what is not base64 to the last character.
+            MediaError: for what is not allowed, cannot be read or is too large.
         """
-        if mime is not None:
-            format_of_mime(mime)
-        self._check_size(len(text) * 3 // 4 - 2)
-        try:
-            data = base64.b64decode(text, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise MediaError(f"the image's data are not base64: {quote(str(error))}") from None
-        return self.decode(data, mime)
-
-    def _load_url(self, url: str) -> Image:
         scheme = url[:8].partition(":")[0].lower()
         if scheme == "data":
             head, comma, payload = url.partition(",")
@@ -99,12 +88,32 @@ class MediaLoader:
                 raise MediaError(
                     f"expected data:image/TYPE;base64,DATA, got {quote(url[:_MOST_HEAD])}"
                 )
-            return self.decode_base64(payload, match[1])
+            # Without a type, as RFC 2397 allows, the bytes alone say what they are.
+            expected = format_of_mime(match[1]) if match[1] else None
+            return MediaFile(self._from_base64(payload), expected)
         if scheme in ("http", "https"):
-            return self.decode(self._fetcher.read(url))
+            return MediaFile(self._fetcher.read(url))
         if scheme == "file":
-            return self.decode(self._read_file(self._allowed_path(url)))
+            return MediaFile(self._read_file(self._allowed_path(url)))
         raise MediaError(f"expected a data:, https:, http: or file: URL, got {quote(url)}")
+
+    def decode(self, file: MediaFile) -> Image:
+        """The image of a file.
+
+        Raises:
+            MediaError: for what is damaged, too large or no image.
+        """
+        return decode(file.data, self._policy.max_pixels, file.expected)
+
+    def _from_base64(self, text: str) -> bytes:
+        """Raises MediaError for too much, and what is not base64 to the last character."""
+        self._check_size(len(text) * 3 // 4 - 2)
+        try:
+            data = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise MediaError(f"the image's data are not base64: {quote(str(error))}") from None
+        self._check_size(len(data))
+        return data
 
     def _allowed_path(self, url: str) -> Path:
         """The real path of a file: URL.

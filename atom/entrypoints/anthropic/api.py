@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from atom.entrypoints.anthropic.protocol import (
     Block,
     CountTokensRequest,
+    ImageBlock,
     InputMessage,
     MessagesRequest,
     TextBlock,
@@ -154,8 +156,8 @@ def _assistant(blocks: list[Block], where: str) -> dict[str, Any]:
             text.append(block.text)
         elif isinstance(block, ThinkingBlock):
             thinking.append(block.thinking)
-        elif isinstance(block, ToolResultBlock):
-            raise bad_request(f"{where}: an assistant message holds no tool_result", where)
+        elif isinstance(block, (ToolResultBlock, ImageBlock)):
+            raise bad_request(f"{where}: an assistant message holds no {block.type}", where)
         else:
             arguments = json.dumps(block.input, ensure_ascii=False)
             function = {"name": block.name, "arguments": arguments}
@@ -171,16 +173,18 @@ def _assistant(blocks: list[Block], where: str) -> dict[str, Any]:
 def _turn(message: InputMessage, blocks: list[Block], where: str) -> list[dict[str, Any]]:
     """A user's or system's blocks: each tool result is a message of its own."""
     messages: list[dict[str, Any]] = []
-    text: list[str] = []
+    told: list[TextBlock | ImageBlock] = []
 
     def end_text() -> None:
-        if text:
-            messages.append({"role": message.role, "content": "".join(text)})
-            text.clear()
+        if told:
+            messages.append({"role": message.role, "content": _content(told)})
+            told.clear()
 
     for block in blocks:
-        if isinstance(block, TextBlock):
-            text.append(block.text)
+        if isinstance(block, TextBlock) or (
+            isinstance(block, ImageBlock) and message.role == "user"
+        ):
+            told.append(block)
         elif isinstance(block, ToolResultBlock) and message.role == "user":
             end_text()
             messages.append(_tool_result(block))
@@ -192,10 +196,23 @@ def _turn(message: InputMessage, blocks: list[Block], where: str) -> list[dict[s
 
 def _tool_result(block: ToolResultBlock) -> dict[str, Any]:
     """Chat has no mark for failure, so the text says it."""
-    content = _text(block.content or "")
+    given = block.content or ""
+    blocks = [TextBlock(type="text", text=given)] if isinstance(given, str) else [*given]
     if block.is_error:
-        content = f"Error: {content}"
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        blocks.insert(0, TextBlock(type="text", text="Error: "))
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(blocks)}
+
+
+def _content(blocks: Sequence[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+    """A chat message's content; texts have nothing between them."""
+    if all(isinstance(block, TextBlock) for block in blocks):
+        return _text([block for block in blocks if isinstance(block, TextBlock)])
+    return [
+        {"type": "text", "text": block.text}
+        if isinstance(block, TextBlock)
+        else {"type": "image_url", "image_url": block.source.as_url}
+        for block in blocks
+    ]
 
 
 def _text(content: str | list[TextBlock]) -> str:

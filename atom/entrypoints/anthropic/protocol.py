@@ -74,26 +74,79 @@ Text = Annotated[
 ]
 
 
+class Base64Source(ApiModel):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+    @property
+    def as_url(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class UrlSource(ApiModel):
+    type: Literal["url"]
+    url: str
+
+    @property
+    def as_url(self) -> str:
+        return self.url
+
+
+class ImageBlock(MessageBlock):
+    type: Literal["image"]
+    source: Annotated[
+        Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")],
+        Discriminator(
+            kind_of("<base64>"),
+            custom_error_type=UNSUPPORTED_CONTENT,
+            custom_error_message="only sources of type base64 and url are supported",
+        ),
+    ]
+
+
+ResultBlocks = Annotated[
+    list[
+        Annotated[
+            Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
+            Discriminator(
+                kind_of("<text>"),
+                custom_error_type=UNSUPPORTED_CONTENT,
+                custom_error_message="only blocks of type text and image are supported here",
+            ),
+        ]
+    ],
+    Field(fail_fast=True),
+]
+
+
 class ToolResultBlock(MessageBlock):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"toolset_name": ()}
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Text | None = None
+    content: (
+        Annotated[
+            Annotated[str, Tag("<string>")] | Annotated[ResultBlocks, Tag("<list>")],
+            Discriminator(list_or_string),
+        ]
+        | None
+    ) = None
     is_error: bool | None = None
     toolset_name: Any = None
 
 
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
     Discriminator(
         kind_of("<text>"),
         custom_error_type=UNSUPPORTED_CONTENT,
-        custom_error_message="only blocks of type text, thinking, tool_use and tool_result are "
-        "supported",
+        custom_error_message="only blocks of type text, image, thinking, tool_use and tool_result "
+        "are supported",
     ),
 ]
 Blocks = Annotated[list[Block], Field(fail_fast=True)]

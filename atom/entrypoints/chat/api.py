@@ -14,8 +14,9 @@ from atom.entrypoints.chat.constraint import constraint_names
 from atom.entrypoints.chat.format import ChatFormat
 from atom.entrypoints.chat.generation import Generation, deadline_of
 from atom.entrypoints.chat.params import check_stream_fields, sampling_params, usage_chunks
-from atom.entrypoints.chat.protocol import ChatCompletionRequest, NamedToolChoice
-from atom.entrypoints.chat.tokenization import Prompt, PromptEncoder, tool_dicts
+from atom.entrypoints.chat.prompt import Prompt
+from atom.entrypoints.chat.protocol import ChatCompletionRequest, NamedToolChoice, text_of
+from atom.entrypoints.chat.tokenization import PromptEncoder, tool_dicts
 from atom.entrypoints.http.errors import MAX_MESSAGE, bad_request
 from atom.entrypoints.parsing.output_parser import ChatOutputParser
 from atom.entrypoints.parsing.reasoning import REASONING_PARSERS
@@ -245,8 +246,7 @@ def _reasoning_end(
         return None
     continued = ""
     if body.continues:
-        last = body.messages[-1].content or ""
-        continued = last if isinstance(last, str) else "".join(part.text for part in last)
+        continued = text_of(body.messages[-1].content)
     return REASONING_PARSERS[options.reasoning_format].end_after(prompt.text, continued)
 
 

@@ -9,8 +9,8 @@ import msgspec
 
 from atom.entrypoints.chat.generation import Choice
 from atom.entrypoints.chat.logprobs import chat_logprobs, prompt_logprobs
+from atom.entrypoints.chat.prompt import Prompt
 from atom.entrypoints.chat.protocol import ChatCompletionRequest
-from atom.entrypoints.chat.tokenization import Prompt
 from atom.entrypoints.parsing.deltas import ChatDelta, ParsedMessage
 from atom.entrypoints.parsing.output_parser import ChatOutputParser
 from atom.outputs import CompletionOutput, RequestOutput

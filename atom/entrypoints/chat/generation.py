@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from atom.entrypoints.chat.prompt import Prompt
 from atom.entrypoints.chat.speculation import SpeculationFields
-from atom.entrypoints.chat.tokenization import Prompt
 from atom.entrypoints.http.edge import caller_of
 from atom.entrypoints.http.errors import json_response, refused
 from atom.entrypoints.http.sse import (
@@ -259,11 +259,13 @@ class Usage:
         self._speculation = speculation
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens: dict[int, int] = {}
+        self._image_tokens: dict[int, int] = {}
         self._completion_tokens = 0
 
     def add(self, number: int, request: RequestOutput) -> None:
         self._prompt_tokens[number] = len(request.prompt_token_ids)
         self._cached_tokens[number] = request.num_cached_tokens
+        self._image_tokens[number] = request.num_image_tokens
         self._completion_tokens += sum(len(output.token_ids) for output in request.outputs)
 
     def as_dict(self) -> dict[str, Any]:
@@ -274,6 +276,8 @@ class Usage:
             "total_tokens": prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
         }
+        if image_tokens := sum(self._image_tokens.values()):
+            counted["prompt_tokens_details"]["image_tokens"] = image_tokens
         if self._speculation is not None:
             counted["speculation"] = self._speculation.totals()
         return counted
@@ -311,6 +315,7 @@ async def _generate(
         deadline=generation.deadline,
         cache_salt=generation.cache_salt,
         caller=generation.caller,
+        images=prompt.images,
     )
     try:
         async with aclosing(outputs):

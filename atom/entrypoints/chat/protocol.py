@@ -7,7 +7,7 @@ supported: then it is refused unless its value asks for nothing. Unknown fields 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -252,14 +252,37 @@ class RefusalPart(ApiModel):
         return self.refusal
 
 
+class ImageUrl(ApiModel):
+    """Images are always read in full, so `detail` cannot be low."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"detail": ("auto", "high")}
+
+    url: str
+    detail: Any = None
+
+
+class ImagePart(ApiModel):
+    """An image by its URL, which may hold its data."""
+
+    type: Literal["image_url"]
+    image_url: str | ImageUrl
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
 ContentParts = Annotated[
     list[
         Annotated[
-            Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+            Annotated[TextPart, Tag("<text>")]
+            | Annotated[RefusalPart, Tag("<refusal>")]
+            | Annotated[ImagePart, Tag("<image_url>")],
             Discriminator(
                 kind_of("<text>"),
                 custom_error_type=UNSUPPORTED_CONTENT,
-                custom_error_message="only parts of type text and refusal are supported here",
+                custom_error_message="only parts of type text, image_url and refusal are supported "
+                "here",
             ),
         ]
     ],
@@ -269,6 +292,13 @@ Content = Annotated[
     Annotated[str, Tag("<string>")] | Annotated[ContentParts, Tag("<list>")],
     Discriminator(list_or_string),
 ]
+
+
+def text_of(content: str | Sequence[TextPart | RefusalPart | ImagePart] | None) -> str:
+    """A message's text, without its images."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content if not isinstance(part, ImagePart))
 
 
 class FunctionDefinition(ApiModel):

@@ -17,6 +17,7 @@ from typing import Any
 
 import jinja2
 
+from atom.entrypoints.chat.image_marks import order_of, parts_of
 from atom.entrypoints.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.parsing.reasoning.formats import ThinkTags
 from atom.entrypoints.parsing.tool_parsers import GENERIC
@@ -89,6 +90,7 @@ class TemplateNeeds:
         one_call: of several calls of a message it writes the first, or refuses them.
         text_or_thoughts: it refuses reasoning beside text in messages with calls.
         whole_tools: it refuses tools without description or parameters.
+        parts: it writes contents that are lists of parts, and no text.
     """
 
     text_arguments: bool | None
@@ -97,6 +99,7 @@ class TemplateNeeds:
     one_call: bool = False
     text_or_thoughts: bool = False
     whole_tools: bool = False
+    parts: bool = False
 
 
 def find_needs(render: Callable[..., str]) -> TemplateNeeds:
@@ -120,6 +123,8 @@ def find_needs(render: Callable[..., str]) -> TemplateNeeds:
         one_call=writes_calls is True and not calls.writes(_SECOND, num_calls=2),
         text_or_thoughts=writes_calls is True and beside is None,
         whole_tools=attempt.writes_tool() is None,
+        parts=not attempt.writes_content(_FIRST)
+        and attempt.writes_content([{"type": "text", "text": _FIRST}]) is True,
     )
 
 
@@ -143,6 +148,9 @@ class _Attempt:
     def writes_tool(self, **parts: Any) -> bool | None:
         tool = {"type": "function", "function": {"name": _FIRST, **parts}}
         return self._renders(_FIRST, [_HI], tools=[tool])
+
+    def writes_content(self, content: Any) -> bool | None:
+        return self._renders(_FIRST, [{"role": "user", "content": content}])
 
     def _renders(self, text: str, messages: list[Any], **variables: Any) -> bool | None:
         try:
@@ -212,10 +220,23 @@ class ChatTemplate:
         loads: Callable[[str], Any] = json.loads,
         sanitizes: bool = False,
     ) -> str:
-        """The text of a conversation.
+        """The text of a conversation; see `render_images`."""
+        return self.render_images(messages, tools, variables, loads=loads, sanitizes=sanitizes)[0]
+
+    def render_images(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        loads: Callable[[str], Any] = json.loads,
+        sanitizes: bool = False,
+    ) -> tuple[str, list[int]]:
+        """The text of a conversation, and the numbers of the images in it, in their order.
 
         Args:
-            messages: as OpenAI's API has them, contents being text or parts of text.
+            messages: as OpenAI's API has them, contents being text or parts of text; in the text
+                marks stand for images (`image_marks.mark_of`).
             variables: further arguments of `apply_chat_template`.
             loads: parses the arguments of calls.
             sanitizes: control tokens that messages, tools and variables spell are marked, for
@@ -240,10 +261,19 @@ class ChatTemplate:
         if described and _KIMI in self.text:
             described = sort_keys(described)
             variables = {**self._typescript(described), **variables}
+        order = order_of(told)
+        if self._needs.parts or order:
+            told = [self._in_parts(message) for message in told]
         text: str = self._tokenizer.apply_chat_template(
             told, tools=described or None, chat_template=self.text, tokenize=False, **variables
         )
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), order
+
+    def _in_parts(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with its content in parts, where it has images or the template needs them."""
+        parts = parts_of(message["content"])
+        is_text = all(part["type"] == "text" for part in parts)
+        return message if is_text and not self._needs.parts else {**message, "content": parts}
 
     def _typescript(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """The template's variable with the tools in TypeScript; none for those told as JSON."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 
-from atom.entrypoints.chat.protocol import ChatMessage, ChatPrompt
+from atom.entrypoints.chat.image_marks import mark_of, without_marks
+from atom.entrypoints.chat.images import ImageReader
+from atom.entrypoints.chat.prompt import Prompt
+from atom.entrypoints.chat.protocol import ChatMessage, ChatPrompt, ImagePart
 from atom.entrypoints.chat.template import ChatTemplate, ChatTemplates, MessageError
 from atom.entrypoints.http.errors import ApiError, ContextExceededError, bad_request
 from atom.entrypoints.http.json_budget import JsonBudget
 from atom.entrypoints.http.provider_tools import own_tools
+from atom.entrypoints.http.unknown_fields import UNSUPPORTED_CONTENT
 from atom.entrypoints.parsing.tool_parsers import GENERIC
 from atom.entrypoints.server_options import OptionError
 from atom.messages import ContextLengthError
@@ -47,16 +51,6 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Attributes:
-    text: what was tokenised; None when the client sent token ids.
-    """
-
-    token_ids: list[int]
-    text: str | None = None
-
-
 class PromptEncoder:
     """Tokenises text and chats, in any thread; long ones take seconds.
 
@@ -66,6 +60,7 @@ class PromptEncoder:
     Args:
         tool_format: how tools and calls are told where the template knows none.
         sanitize_control_tokens: special tokens that chats spell stay text.
+        images: reads those of prompts; None where the model reads none.
     """
 
     def __init__(
@@ -76,12 +71,14 @@ class PromptEncoder:
         *,
         tool_format: str = GENERIC,
         sanitize_control_tokens: bool = True,
+        images: ImageReader | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._templates = ChatTemplates(tokenizer, chat_template, tool_format=tool_format)
         self._control_tokens = ControlTokens(tokenizer)
         self._sanitizes = sanitize_control_tokens
+        self._images = images
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         template = self._templates.choose(with_tools=False)
         if chat_template is not None and template is not None:
@@ -102,6 +99,30 @@ class PromptEncoder:
             text, add_special_tokens=add_special_tokens, verbose=False
         )
         return Prompt(token_ids, text)
+
+    @property
+    def reads_images(self) -> bool:
+        return self._images is not None
+
+    def with_images(self, prompt: Prompt, urls: Sequence[str], param: str) -> Prompt:
+        """The prompt with the tokens of its images, which are read first.
+
+        Args:
+            urls: of the images, in the order of their placeholders.
+            param: the request's field that has them.
+
+        Raises:
+            ApiError: 400 for images that cannot be read, or where the model reads none.
+        """
+        if not urls:
+            return prompt
+        if self._images is None:
+            raise bad_request(
+                f"{param} hold images, and this model reads none; send text alone",
+                param,
+                UNSUPPORTED_CONTENT,
+            )
+        return self._images.read(prompt, urls, param)
 
     def encode_chat(
         self, chat: ChatPrompt, *, add_special_tokens: bool, with_tools: bool = True
@@ -127,14 +148,15 @@ class PromptEncoder:
         if len(chat.messages) > self._max_model_len:
             raise self._too_long(len(chat.messages), "messages")
         _check_partial(chat.messages)
-        messages = [_plain(message) for message in chat.messages]
+        urls: list[str] = []
+        messages = [_plain(message, urls) for message in chat.messages]
         self._check_length(sum(len(m["content"] or "") for m in messages), "messages")
-        rendered = self._render(template, messages, chat, tools)
+        rendered, order = self._render(template, messages, chat, tools)
         self._check_length(len(rendered), "messages")
         text, token_ids = self._control_tokens.encode(
             rendered, add_special_tokens=add_special_tokens
         )
-        return Prompt(token_ids, text)
+        return self.with_images(Prompt(token_ids, text), [urls[i] for i in order], "messages")
 
     def describe(self) -> dict[str, Any]:
         """What clients need who render chats themselves and have their text tokenised here."""
@@ -157,7 +179,8 @@ class PromptEncoder:
         messages: list[dict[str, Any]],
         chat: ChatPrompt,
         tools: list[dict[str, Any]] | None,
-    ) -> str:
+    ) -> tuple[str, list[int]]:
+        """The text, and the numbers of the images in it in their order."""
         continues = chat.continues
         opens = not continues if chat.add_generation_prompt is None else chat.add_generation_prompt
         variables = {**_thinking(chat), **(chat.chat_template_kwargs or {})}
@@ -174,7 +197,7 @@ class PromptEncoder:
                 f"chat_template_kwargs cannot set {', '.join(reserved)}", "chat_template_kwargs"
             )
         try:
-            return template.render(
+            return template.render_images(
                 messages,
                 tools,
                 {
@@ -228,11 +251,26 @@ def _check_partial(messages: list[ChatMessage]) -> None:
             raise bad_request(f"{name}: only the last message, an assistant's, can be", name)
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    """The message as all APIs have it."""
+def _plain(message: ChatMessage, urls: list[str]) -> dict[str, Any]:
+    """The message as all APIs have it.
+
+    Args:
+        urls: takes those of the message's images, for which marks stand.
+    """
     content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
+    if isinstance(content, str):
+        content = without_marks(content)
+    elif content is not None:
+        pieces = []
+        for part in content:
+            if isinstance(part, ImagePart):
+                if message.role == "assistant":
+                    raise bad_request("messages: an assistant's hold no image_url", "messages")
+                pieces.append(mark_of(len(urls)))
+                urls.append(part.url)
+            else:
+                pieces.append(without_marks(part.text))
+        content = "".join(pieces)
     return {
         "role": message.role,
         "content": content,

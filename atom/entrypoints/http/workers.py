@@ -19,8 +19,8 @@ NUM_THREADS = 4
 class Workers:
     """Runs small work at once and large work in a thread."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="request")
 
     async def run(self, size: int, work: Callable[[], Result]) -> Result:
         """The result of `work`, which goes through `size` bytes, characters or tokens.
@@ -30,6 +30,14 @@ class Workers:
         """
         if size <= MAX_INLINE:
             return work()
+        return await self.run_in_thread(work)
+
+    async def run_in_thread(self, work: Callable[[], Result]) -> Result:
+        """The same of work that may wait for something, or take long whatever its size.
+
+        Raises:
+            Exception: what `work` raises.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:

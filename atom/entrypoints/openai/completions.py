@@ -11,8 +11,9 @@ from atom.entrypoints.chat.constraint import constraint_names
 from atom.entrypoints.chat.generation import Choice, Generation, deadline_of
 from atom.entrypoints.chat.logprobs import CompletionLogprobs, prompt_logprobs
 from atom.entrypoints.chat.params import check_stream_fields, sampling_params, usage_chunks
+from atom.entrypoints.chat.prompt import Prompt
 from atom.entrypoints.chat.protocol import CompletionRequest
-from atom.entrypoints.chat.tokenization import Prompt, PromptEncoder
+from atom.entrypoints.chat.tokenization import PromptEncoder
 from atom.entrypoints.http.errors import ApiError, bad_request
 from atom.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from atom.quoting import quote

@@ -23,6 +23,8 @@ from atom.entrypoints.chat.generation import (
     fingerprint_field,
     respond,
 )
+from atom.entrypoints.chat.images import may_hold_image
+from atom.entrypoints.chat.prompt import Prompt
 from atom.entrypoints.chat.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -40,11 +42,13 @@ from atom.entrypoints.http.errors import (
 )
 from atom.entrypoints.http.metrics import ServerMetrics
 from atom.entrypoints.http.unknown_fields import UnknownFields
+from atom.entrypoints.http.workers import Workers
 from atom.entrypoints.openai.completions import CompletionFormat, prepare_completion
 from atom.entrypoints.openai.responses import api as responses
 from atom.entrypoints.openai.responses.events import ResponseTranslation
 from atom.entrypoints.openai.responses.protocol import ResponsesRequest
 from atom.entrypoints.server.base import BaseApi
+from atom.entrypoints.server_options import MAX_IMAGE_BODY_BYTES
 from atom.entrypoints.sglang.api import prepare_generate, respond_generate
 from atom.entrypoints.sglang.protocol import GenerateRequest
 from atom.model_engine.async_engine import AsyncEngine
@@ -60,8 +64,21 @@ class Api(BaseApi):
 
     engine: AsyncEngine
     encoder: PromptEncoder
+    image_workers: Workers
     vocabulary: Vocabulary
     metrics: ServerMetrics
+
+    async def _run(self, data: bytes, work: Callable[[], Result]) -> Result:
+        """In a thread of other ones where images may have to be fetched and decoded."""
+        if self.encoder.reads_images and may_hold_image(data):
+            return await self.image_workers.run_in_thread(work)
+        return await super()._run(data, work)
+
+    @property
+    def _max_body_bytes(self) -> int:
+        if self.options.max_body_bytes is None and self.encoder.reads_images:
+            return MAX_IMAGE_BODY_BYTES
+        return super()._max_body_bytes
 
     async def completions(self, request: Request) -> Response:
         def prepare(data: bytes, unknown: UnknownFields) -> tuple[Generation, CompletionFormat]:
@@ -88,7 +105,7 @@ class Api(BaseApi):
             generation = prepare_generate(
                 body, self.model_names[0], self.encoder, self.engine.sampling_defaults
             )
-            is_one = isinstance(body.text, str) or generation.prompts[0].token_ids is body.input_ids
+            is_one = isinstance(body.text, str) or _is_flat(body.input_ids)
             return generation, generation.n > 1 or not is_one
 
         generation, is_batch = await self._prepared(request, prepare)
@@ -210,29 +227,31 @@ class Api(BaseApi):
         def answer(data: bytes, unknown: UnknownFields) -> Response:
             body = parse_body(data, TokenizeRequest, unknown)
             self._model(body.model)
-            token_ids = self._tokenized(body)
+            prompt = self._tokenized(body)
+            token_ids = prompt.token_ids
             spelled = None
             if body.return_token_strs:
                 spelled = [self.vocabulary.token_text(token_id) for token_id in token_ids]
-            return json_response(
-                {
-                    "count": len(token_ids),
-                    "max_model_len": self.engine.limits.max_model_len,
-                    "tokens": token_ids,
-                    "token_strs": spelled,
-                }
-            )
+            answer = {
+                "count": len(token_ids),
+                "max_model_len": self.engine.limits.max_model_len,
+                "tokens": token_ids,
+                "token_strs": spelled,
+            }
+            if prompt.images:
+                answer["image_ranges"] = [image.ranges for image in prompt.images]
+            return json_response(answer)
 
         return await self._prepared(request, answer)
 
-    def _tokenized(self, body: TokenizeRequest) -> list[int]:
+    def _tokenized(self, body: TokenizeRequest) -> Prompt:
         if (body.prompt is None) == (not body.messages):
             raise bad_request("send either prompt or messages", "prompt")
         if body.prompt is None:
             adds = bool(body.add_special_tokens)
-            return self.encoder.encode_chat(body, add_special_tokens=adds).token_ids
+            return self.encoder.encode_chat(body, add_special_tokens=adds)
         adds = body.add_special_tokens is not False
-        return self.encoder.encode(body.prompt, add_special_tokens=adds, param="prompt").token_ids
+        return self.encoder.encode(body.prompt, add_special_tokens=adds, param="prompt")
 
     async def detokenize(self, request: Request) -> Response:
         def answer(data: bytes, unknown: UnknownFields) -> Response:
@@ -288,7 +307,8 @@ class Api(BaseApi):
 
     def _model_card(self, name: str) -> dict[str, Any]:
         card = self._card(name, self.engine.limits.max_model_len)
-        return {**card, "speculation": self._speculation()}
+        modalities = ["text", "image"] if self.encoder.reads_images else ["text"]
+        return {**card, "input_modalities": modalities, "speculation": self._speculation()}
 
     def _speculation(self) -> dict[str, Any] | None:
         """How drafts are proposed; None without speculation."""
@@ -300,3 +320,8 @@ class Api(BaseApi):
             "num_speculative_tokens": options.num_speculative_tokens,
             "lookup": options.lookup,
         }
+
+
+def _is_flat(input_ids: list[int] | list[list[int]] | None) -> bool:
+    """Whether they are one prompt's."""
+    return input_ids is not None and isinstance(input_ids[0], int)

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from atom.entrypoints.chat.detection import with_found_parsers
+from atom.entrypoints.chat.images import IMAGE_THREADS, ImageReader
 from atom.entrypoints.chat.template import ChatTemplates
 from atom.entrypoints.chat.tokenization import PromptEncoder
 from atom.entrypoints.http.auth import ApiKeyMiddleware
@@ -30,10 +31,12 @@ from atom.entrypoints.parsing.tool_parsers import GENERIC
 from atom.entrypoints.server.api import Api
 from atom.entrypoints.server.openapi import add_document_route
 from atom.entrypoints.server.pooling_api import POOLING_ROUTES
-from atom.entrypoints.server_options import ServerOptions
+from atom.entrypoints.server_options import OptionError, ServerOptions
 from atom.messages import EngineDeadError, RequestFailedError, RequestRefusedError
 from atom.model_engine.admission import QueueFullError
 from atom.model_engine.async_engine import AsyncEngine
+from atom.multimodal.media import MediaLoader
+from atom.multimodal.policy import MediaError
 from atom.quoting import excerpt
 from atom.version import __version__
 
@@ -73,14 +76,35 @@ def _create_api(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetr
             options.chat_template,
             tool_format=options.tool_format or GENERIC,
             sanitize_control_tokens=options.sanitize_control_tokens,
+            images=_create_image_reader(engine, options),
         ),
         workers=Workers(),
-        room=BodyRoom(max(MAX_HELD_BYTES, options.max_body_bytes)),
+        image_workers=Workers(IMAGE_THREADS),
+        room=BodyRoom(max(MAX_HELD_BYTES, options.max_body_bytes or 0)),
         vocabulary=engine.vocabulary,
         metrics=metrics,
         model_names=options.served_model_names or (engine.model_name,),
         created=int(time.time()),
     )
+
+
+def _create_image_reader(engine: AsyncEngine, options: ServerOptions) -> ImageReader | None:
+    """None where the model reads no images.
+
+    Raises:
+        OptionError: when the options of images go with a model that reads none, or need what is
+            not installed.
+    """
+    if engine.image_processor is None:
+        if given := options.media_flags:
+            raise OptionError(f"{given[0]}: {engine.model_name} reads no images; leave it out")
+        return None
+    try:
+        loader = MediaLoader(options.media_policy)
+    except MediaError as error:
+        raise OptionError(f"{engine.model_name} reads images: {error}") from None
+    limits = engine.config.model.max_images, engine.limits.max_model_len
+    return ImageReader(engine.image_processor, loader, *limits)
 
 
 def _add_routes(app: FastAPI, api: Api, *, has_ui: bool) -> None:

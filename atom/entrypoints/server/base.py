@@ -15,7 +15,7 @@ from atom.entrypoints.http.body import BodyRoom, read_body
 from atom.entrypoints.http.errors import ApiError, json_response
 from atom.entrypoints.http.unknown_fields import UnknownFields
 from atom.entrypoints.http.workers import Workers
-from atom.entrypoints.server_options import ServerOptions
+from atom.entrypoints.server_options import MAX_BODY_BYTES, ServerOptions
 from atom.quoting import quote
 from atom.version import __version__
 
@@ -44,9 +44,17 @@ class BaseApi:
         unknown = UnknownFields(self.options.unknown_fields == "refuse")
         request.state.unknown_fields = unknown
         with self.room.share() as take:
-            data = await read_body(request, self.options.max_body_bytes, take)
-            work = self.workers.run(len(data), functools.partial(prepare, data, unknown))
+            data = await read_body(request, self._max_body_bytes, take)
+            work = self._run(data, functools.partial(prepare, data, unknown))
             return await unless_disconnected(request, work)
+
+    async def _run(self, data: bytes, work: Callable[[], Result]) -> Result:
+        """The result of `work` on a body."""
+        return await self.workers.run(len(data), work)
+
+    @property
+    def _max_body_bytes(self) -> int:
+        return self.options.max_body_bytes or MAX_BODY_BYTES
 
     def _model(self, name: str | None) -> str:
         if not name:

@@ -17,7 +17,7 @@ from atom.entrypoints.server.pooling_api import (
     SCORE_ROUTES,
     PoolingApi,
 )
-from atom.entrypoints.server_options import OptionError, ServerOptions
+from atom.entrypoints.server_options import MEDIA_OPTIONS, OptionError, ServerOptions
 from atom.options.fields import options_of
 from atom.pooling.async_engine import AsyncPoolingEngine
 from atom.version import __version__
@@ -27,6 +27,7 @@ _GENERATION_OPTIONS = (
     *("suffix_cache_across_api_keys", "max_tool_grammar", "chat_template"),
     *("sanitize_control_tokens", "tool_call_parser", "reasoning_parser", "tool_strictness"),
     *("enable_auto_tool_choice", "otlp_traces_endpoint", "metrics_per_api_key"),
+    *sorted(MEDIA_OPTIONS),
 )
 
 
@@ -51,7 +52,7 @@ def create_pooling_app(engine: AsyncPoolingEngine, options: ServerOptions) -> Fa
         engine=engine,
         options=options,
         workers=Workers(),
-        room=BodyRoom(max(MAX_HELD_BYTES, options.max_body_bytes)),
+        room=BodyRoom(max(MAX_HELD_BYTES, options.max_body_bytes or 0)),
         model_names=options.served_model_names or (engine.model_name,),
         created=int(time.time()),
     )

@@ -74,8 +74,22 @@ def prepare_generate(
         raise renamed(describe(error), names) from None
     except ApiError as error:
         raise renamed(error, names) from None
+    if urls := image_urls(body):
+        if len(generation.prompts) > 1:
+            raise bad_request(
+                "image_data goes with one prompt; send several requests", "image_data"
+            )
+        prompt = encoder.with_images(generation.prompts[0], urls, "image_data")
+        generation = replace(generation, prompts=[prompt])
     names["structured_output"] = names[generation.field_names.get("structured_output", "prompt")]
     return replace(generation, answer_id=body.rid or generation.id, field_names=names)
+
+
+def image_urls(body: GenerateRequest) -> list[str]:
+    """The request's images by their URLs; a file in base64 says itself of what type it is."""
+    given = body.image_data or []
+    data = [given] if isinstance(given, str) else given
+    return [each if ":" in each[:8] else f"data:;base64,{each}" for each in data]
 
 
 async def respond_generate(

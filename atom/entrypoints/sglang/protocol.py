@@ -48,11 +48,13 @@ class GenerateSampling(ApiModel):
 class GenerateRequest(ApiModel):
     """`POST /generate`: one prompt, or several, as text or as token ids.
 
-    `rid` names the request in its answer.
+    `rid` names the request in its answer. `image_data` goes with one prompt, which has the model's
+    placeholder for each image: URLs, or files in base64.
     """
 
     text: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     input_ids: TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
+    image_data: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
     stream: bool | None = None
     rid: str | None = None

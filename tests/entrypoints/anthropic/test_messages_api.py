@@ -58,6 +58,9 @@ def test_blocks_of_text_are_joined(messages_client: anthropic.Anthropic) -> None
     assert _text(one) == _text(other)
 
 
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_stream_equals_the_whole_answer(messages_client: anthropic.Anthropic, ends: bool) -> None:
     asked = {**ASKED, "extra_body": END_SOON if ends else GO_ON}
@@ -145,8 +148,16 @@ def _refusal(answer: httpx.Response, status: int, kind: str) -> str:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
+            "messages hold images, and this model reads none",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0] is of type 'image': only blocks of type text",
+            "messages[0].content[0].source.type is missing",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "messages[0].content[0] is of type 'document': only blocks of type text, image",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},

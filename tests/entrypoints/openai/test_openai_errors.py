@@ -18,6 +18,8 @@ from server_process import ServerProcess
 from transformers import PreTrainedTokenizerFast
 
 JSON = {"Content-Type": "application/json"}
+IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,aGk="}
+LOW = {"type": "image_url", "image_url": {"url": IMAGE["image_url"], "detail": "low"}}
 USER = [{"role": "user", "content": "hi"}]
 LONG: dict[str, Any] = {"prompt": "The", "max_tokens": 480, "ignore_eos": True, "n": 4}
 ENDLESS = {**LONG, "max_tokens": ENDLESS_TOKENS}
@@ -137,7 +139,15 @@ def test_wrong_completion_fields(server: ServerProcess, fields: dict[str, Any], 
         ({"messages": USER * 600}, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0]",
+            "messages[0].content[0].image_url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [LOW]}]},
+            "messages[0].content[0].image_url.detail",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
@@ -316,8 +326,8 @@ def test_many_clients_at_once(server: ServerProcess, client: openai.OpenAI) -> N
     ("fields", "said"),
     [
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0] is of type 'image_url': only parts of type text and refusal",
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages hold images, and this model reads none; send text alone",
         ),
         (
             {"messages": USER, "num_speculative_tokens": 0},

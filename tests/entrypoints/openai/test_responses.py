@@ -170,6 +170,11 @@ def test_harmless_fields_are_accepted(client: openai.OpenAI) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "unsupported_content"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input",
+            "unsupported_content",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
             "input[0].content[0]",
             "unsupported_content",
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atom.entrypoints.chat.protocol import ChatCompletionRequest, SamplingFields
@@ -17,6 +17,7 @@ from atom.entrypoints.openai.responses.protocol import (
     FunctionCall,
     FunctionCallOutput,
     FunctionTool,
+    InputImage,
     InputItem,
     InputMessage,
     InputText,
@@ -187,9 +188,14 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
 
 def _message(item: InputItem) -> dict[str, Any]:
     if isinstance(item, InputMessage):
-        return {"role": item.role, "content": _text(item.content)}
+        is_text = isinstance(item.content, str) or all(
+            isinstance(part, InputText) for part in item.content
+        )
+        if item.role == "assistant" and not is_text:
+            raise bad_request("input: an assistant message holds no input_image", "input")
+        return {"role": item.role, "content": _content(item.content)}
     if isinstance(item, FunctionCallOutput):
-        output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        output = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
         return output if item.name is None else {**output, "name": item.name}
     if isinstance(item, FunctionCall):
         function = {"name": item.name, "arguments": item.arguments}
@@ -226,5 +232,15 @@ def _joined(turn: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [joined]
 
 
-def _text(content: str | Iterable[InputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _content(content: str | Sequence[InputText | InputImage]) -> str | list[dict[str, Any]]:
+    """A chat message's content; texts have nothing between them."""
+    if isinstance(content, str):
+        return content
+    if not any(isinstance(part, InputImage) for part in content):
+        return "".join(part.text for part in content if isinstance(part, InputText))
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, InputText)
+        else {"type": "image_url", "image_url": part.image_url}
+        for part in content
+    ]

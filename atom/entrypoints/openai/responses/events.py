@@ -135,10 +135,9 @@ def _logprob(row: dict[str, Any]) -> dict[str, Any]:
 
 def _response_usage(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
     counts = usage.as_dict()
-    cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": counts["total_tokens"],

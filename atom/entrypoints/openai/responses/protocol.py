@@ -42,17 +42,36 @@ class ReasoningText(ApiModel):
     text: str
 
 
-TextPart = Annotated[
-    Annotated[InputText, Tag("<input_text>")] | Annotated[InputText, Tag("<output_text>")],
+class InputImage(ApiModel):
+    """An image by its URL; always read in full, so `detail` cannot be low. No files are kept."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "detail": ("auto", "high", "original"),
+        "file_id": (),
+        "prompt_cache_breakpoint": (),
+    }
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Any = None
+    file_id: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+Part = Annotated[
+    Annotated[InputText, Tag("<input_text>")]
+    | Annotated[InputText, Tag("<output_text>")]
+    | Annotated[InputImage, Tag("<input_image>")],
     Discriminator(
         kind_of("<input_text>"),
         custom_error_type=UNSUPPORTED_CONTENT,
-        custom_error_message="only parts of type input_text and output_text are supported",
+        custom_error_message="only parts of type input_text, input_image and output_text are "
+        "supported",
     ),
 ]
-Texts = Annotated[list[TextPart], Field(fail_fast=True)]
+Parts = Annotated[list[Part], Field(fail_fast=True)]
 Content = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[Texts, Tag("<list>")],
+    Annotated[str, Tag("<string>")] | Annotated[Parts, Tag("<list>")],
     Discriminator(list_or_string),
 ]
 
@@ -210,8 +229,8 @@ class TextConfig(ApiModel):
     verbosity: Any = None
 
 
-# Only logprobs add anything: there are no encrypted contents and no images, and the calls that
-# the others are of are those of tools that run elsewhere.
+# Only logprobs add anything: there are no encrypted contents, images are not given back, and the
+# calls that the others are of are those of tools that run elsewhere.
 Included = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",

@@ -1,0 +1,69 @@
+"""Models that see: a scripted one, and a tiny checkpoint with how it is served."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+from multimodal import vision_checkpoints
+from PIL.Image import Image
+from transformers import PreTrainedTokenizerFast
+
+from atom.multimodal.items import ImageItem
+
+PLACEHOLDER = "<|picture|>"
+SCRIPTED_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:"
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|picture|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
+)
+
+
+def scripted_tokenizer(byte_level_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """With the placeholder of images."""
+    tokenizer = copy.deepcopy(byte_level_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": [PLACEHOLDER]})
+    return tokenizer
+
+
+class Columns:
+    """A processor that makes a token of each column of pixels."""
+
+    placeholder = PLACEHOLDER
+
+    def __init__(self, placeholder_id: int) -> None:
+        self.placeholder_id = placeholder_id
+        self.sizes: list[tuple[int, int]] = []
+
+    def process(self, image: Image) -> ImageItem:
+        self.sizes.append(image.size)
+        pixels = np.asarray(image)[None].transpose(0, 3, 1, 2)
+        tokens = [self.placeholder_id] * image.width
+        scale = (0.0, 0.0, 0.0), (255.0, 255.0, 255.0)
+        return ImageItem.of(pixels, image.size, *scale, tokens, [(0, image.width)])
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }} "
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|media_begin|><|media_pad|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
+)
+SERVER_FLAGS = (
+    *("--dtype", "float32", "--block-size", "4", "--max-model-len", "160"),
+    *("--served-model-name", "model", "--limit-mm-per-prompt", "image=3"),
+)
+
+
+def write_checkpoint(folder: Path, byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = copy.deepcopy(byte_level_tokenizer)
+    checkpoint = vision_checkpoints.kimi_k25(folder, tokenizer)
+    markers = ["<|media_begin|>", "<|media_pad|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": markers})
+    assert tokenizer.convert_tokens_to_ids(markers[1]) == checkpoint.placeholder
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
