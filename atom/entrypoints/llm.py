@@ -19,6 +19,7 @@ from atom.entrypoints.offline.prompts import (
     Prompt,
     content_of,
     images_of,
+    marked_images,
     one_each,
     prompt_list,
     refuse_adapter,
@@ -232,7 +233,9 @@ class LLM:
         """Answer one conversation, or many in one batch.
 
         Args:
-            messages: as OpenAI's API has them; contents are text or parts of text.
+            messages: as OpenAI's API has them; contents are text, or parts of text and, where the
+                model reads images, of type `image_url`, or `image` with a Pillow image, an array,
+                bytes or a path.
             sampling_params: as for `generate`, but when None there is no limit of tokens.
             tools: OpenAI's descriptions of functions, which the template tells the model, or the
                 system message where the template knows none.
@@ -240,7 +243,7 @@ class LLM:
 
         Raises:
             ValueError: when the model has no chat template and none is given, or for contents
-                that are no text.
+                of other types.
             RequestRefusedError: when a prompt could never run as given; nothing is generated.
             GenerationError, EngineDeadError, EngineAsleepError: as `generate`.
         """
@@ -248,7 +251,7 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         prompts = [
-            self.render_chat(
+            self._chat_prompt(
                 conversation,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -273,7 +276,46 @@ class LLM:
         sanitize_control_tokens: bool = True,
         **template_args: Any,
     ) -> list[int]:
-        """The token ids of a conversation, rendered by the model's chat template; see `chat`."""
+        """The token ids of a conversation, rendered by the model's chat template; see `chat`.
+
+        Images are the placeholders that the template writes.
+        """
+        if self.engine.image_processor is not None:
+            conversation, _ = marked_images(conversation)
+        return self._render_chat(
+            conversation, tools, chat_template, sanitize_control_tokens, template_args
+        )[0]
+
+    def _chat_prompt(
+        self,
+        conversation: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        chat_template: str | None,
+        sanitize_control_tokens: bool,
+        **template_args: Any,
+    ) -> Prompt:
+        """A conversation as a prompt, with its images."""
+        images: list[Any] = []
+        if self.engine.image_processor is not None:
+            conversation, images = marked_images(conversation)
+        token_ids, order = self._render_chat(
+            conversation, tools, chat_template, sanitize_control_tokens, template_args
+        )
+        if not images:
+            return token_ids
+        data = {"image": [images[i] for i in order]}
+        return {"prompt_token_ids": token_ids, "multi_modal_data": data}
+
+    def _render_chat(
+        self,
+        conversation: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        chat_template: str | None,
+        sanitize_control_tokens: bool,
+        template_args: Mapping[str, Any],
+    ) -> tuple[list[int], list[int]]:
+        """Token ids, and the numbers of the images in them."""
         templates = self._chat_templates.get(chat_template)
         if templates is None:
             templates = ChatTemplates(self.engine.tokenizer, chat_template)
@@ -281,14 +323,14 @@ class LLM:
         template = templates.choose(with_tools=bool(tools))
         if template is None:
             raise ValueError("the model has no chat template, and none was given")
-        text = template.render(
+        text, order = template.render_images(
             conversation,
             tools,
             {"add_generation_prompt": True, **template_args},
             sanitizes=sanitize_control_tokens,
         )
         # The template has written the special tokens already.
-        return self._control_tokens.encode(text, add_special_tokens=False)[1]
+        return self._control_tokens.encode(text, add_special_tokens=False)[1], order
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from atom.entrypoints.chat.image_marks import mark_of, without_marks
 from atom.quoting import quote
+
+# Types of parts, which are the names of their images, too.
+_IMAGES = ("image_url", "image", "image_pil")
 
 # Text; token ids; or a dict with either "prompt" or "prompt_token_ids", and "multi_modal_data".
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -67,6 +71,41 @@ def images_of(prompt: Prompt) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def marked_images(
+    conversation: Sequence[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], list[Any]]:
+    """A conversation with marks in place of its images, and the images, numbered as the marks.
+
+    Parts of images are `{"type": "image_url", "image_url": URL or {"url": URL}}`, or
+    `{"type": "image", "image": ...}` with whatever else `MediaLoader.load` takes; `image_pil` is
+    another name of the latter.
+    """
+    images: list[Any] = []
+
+    def told(part: Any) -> Any:
+        if isinstance(part, str):
+            return without_marks(part)
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in _IMAGES and kind in part:
+            image = part[kind]
+            is_object = isinstance(image, Mapping) and set(image) == {"url"}
+            images.append(image["url"] if is_object else image)
+            return mark_of(len(images) - 1)
+        if kind == "text" and isinstance(part.get("text"), str):
+            return {**part, "text": without_marks(part["text"])}
+        return part
+
+    messages: list[Mapping[str, Any]] = []
+    for message in conversation:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str):
+            message = {**message, "content": told(content)}
+        elif isinstance(content, (list, tuple)):
+            message = {**message, "content": [told(part) for part in content]}
+        messages.append(message)
+    return messages, images
 
 
 def one_each(name: str, value: Any, count: int) -> list[Any]:
