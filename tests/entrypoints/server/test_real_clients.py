@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seeing
 from server_process import ServerProcess
+from transformers import PreTrainedTokenizerFast
 
 from atom.config import ModelOptions
 from atom.model_loader.source import resolve_model
@@ -95,6 +97,31 @@ def test_node_clients(server: ServerProcess, tmp_path: Path, name: str) -> None:
     _run(["npm", "install", "--no-audit", "--no-fund", *NODE_CLIENTS[name]], tmp_path)
     script = shutil.copy(CLIENTS / f"{name}.mjs", tmp_path)
     _run(["node", script, server.url], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def seeing_server(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("seeing")
+    seeing.write_checkpoint(folder, byte_level_tokenizer)
+    process = ServerProcess(folder, *seeing.SERVER_FLAGS)
+    try:
+        yield process.wait_ready()
+    finally:
+        process.stop()
+
+
+def test_langchain_sends_images(seeing_server: ServerProcess, tmp_path: Path) -> None:
+    folder = _environment(tmp_path, *PYTHON_CLIENTS["langchain_chat"])
+    script = str(CLIENTS / "langchain_images.py")
+    _run([str(folder / "python"), script, seeing_server.url], tmp_path)
+
+
+def test_the_ai_sdk_sends_images(seeing_server: ServerProcess, tmp_path: Path) -> None:
+    _run(["npm", "install", "--no-audit", "--no-fund", *NODE_CLIENTS["ai_sdk"]], tmp_path)
+    script = shutil.copy(CLIENTS / "ai_sdk_images.mjs", tmp_path)
+    _run(["node", script, seeing_server.url], tmp_path)
 
 
 def test_aiperf(server: ServerProcess, tmp_path: Path, model: Path) -> None:
