@@ -34,6 +34,8 @@ export interface Chunk {
 export interface Model {
   id: string;
   max_model_len: number;
+  /** What prompts may hold: text, and images where the model sees. */
+  input_modalities: string[];
   /** How drafts are made; null when the server makes none. */
   speculation: { method: string; num_speculative_tokens: number; lookup: boolean } | null;
 }
@@ -60,6 +62,17 @@ export function address(path: string): string {
 export async function listModels(): Promise<Model[]> {
   const response = await ask("v1/models", {});
   return ((await response.json()) as { data: Model[] }).data;
+}
+
+/** Where the images of messages have their tokens: for each its ranges, first and number. */
+export async function imageRanges(body: Body): Promise<[number, number][][]> {
+  const { model, messages, tools } = body;
+  const response = await ask("tokenize", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ model, messages, tools }),
+  });
+  return ((await response.json()) as { image_ranges?: [number, number][][] }).image_ranges ?? [];
 }
 
 /** The chunks of a chat; ends after `[DONE]` and throws when the stream breaks off before. */

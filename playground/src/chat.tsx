@@ -1,7 +1,8 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { newAnswer, receive, textOf, type Answer } from "./answer";
-import { KeyError, type Model } from "./api";
+import { KeyError, imageRanges, type Body, type Model } from "./api";
 import { useFollow } from "./live";
+import { PictureButton, Pictures, picturesIn, readPicture, type Picture } from "./pictures";
 import { SettingError, asCurl, asPython, createBody } from "./request";
 import { Welcome } from "./welcome";
 import type { Conversation, Settings, Turn } from "./store";
@@ -25,12 +26,14 @@ interface ChatProps {
 export function Chat(props: ChatProps) {
   const { conversation, settings, announce, redraw } = props;
   const [draft, setDraft] = useState("");
+  const [pictures, setPictures] = useState<Picture[]>([]);
   const [problem, setProblem] = useState<string | null>(null);
   const stop = useRef<AbortController | null>(null);
   const field = useRef<HTMLTextAreaElement>(null);
   const turns = conversation.turns;
   const { box, toEnd } = useFollow<HTMLDivElement>(turns.length > 0);
   const busy = stop.current !== null;
+  const sees = props.model?.input_modalities.includes("image") ?? false;
   // A phone would cover the page with its keyboard.
   const toField = () => matchMedia("(pointer: fine)").matches && field.current?.focus();
 
@@ -61,7 +64,7 @@ export function Chat(props: ChatProps) {
     setProblem(null);
     const answer = newAnswer();
     const first = history.find((turn) => turn.role === "user");
-    conversation.title = first ? title(first.text) : conversation.title;
+    conversation.title = first ? title(first.text || "Pictures") : conversation.title;
     conversation.turns = [...history, { role: "assistant", answer }];
     const controller = new AbortController();
     stop.current = controller;
@@ -70,6 +73,7 @@ export function Chat(props: ChatProps) {
     props.shown(answer);
     toField();
     announce("The model answers.");
+    void place(history, body);
     try {
       await receive(answer, body, controller.signal, redraw);
       announce(`${wholeText(answer)} — the end of the answer.`);
@@ -82,11 +86,40 @@ export function Chat(props: ChatProps) {
     redraw();
   }
 
+  /** Say of each picture which tokens of the prompt it is; what the server refuses the answer says. */
+  async function place(history: Turn[], body: Body) {
+    const shown = history.flatMap((turn) => (turn.role === "user" ? (turn.pictures ?? []) : []));
+    if (!shown.length) return;
+    const ranges = await imageRanges(body).catch(() => []);
+    shown.forEach((picture, i) => {
+      const first = ranges[i]?.[0];
+      const count = ranges[i]?.reduce((sum, range) => sum + range[1], 0);
+      if (first && count) picture.tokens = [first[0], count];
+    });
+    props.keep(conversation);
+    redraw();
+  }
+
+  async function add(files: File[]) {
+    const read = await Promise.all(files.map(readPicture));
+    setPictures((before) => [...before, ...read]);
+    announce(`${read.length} pictures added.`);
+  }
+
+  /** Pictures among what was pasted or dropped are taken, where the model sees. */
+  function take(event: Event, data: DataTransfer | null) {
+    const found = sees ? picturesIn(data?.files) : [];
+    if (!found.length) return;
+    event.preventDefault();
+    void add(found);
+  }
+
   function send() {
     const text = draft.trim();
-    if (!text || busy || !props.model) return;
+    if ((!text && !pictures.length) || busy || !props.model) return;
     setDraft("");
-    void answerTo([...turns, { role: "user", text }]);
+    setPictures([]);
+    void answerTo([...turns, { role: "user", text, ...(pictures.length && { pictures }) }]);
   }
 
   async function copy(index: number, what: "text" | "curl" | "python") {
@@ -104,7 +137,11 @@ export function Chat(props: ChatProps) {
   }
 
   return (
-    <div class="chat">
+    <div
+      class="chat"
+      onDragOver={(event) => sees && event.preventDefault()}
+      onDrop={(event) => take(event, event.dataTransfer)}
+    >
       <div class="thread" ref={box} tabIndex={0} role="region" aria-label="Conversation">
         {turns.length === 0 && (
           <Welcome
@@ -120,8 +157,9 @@ export function Chat(props: ChatProps) {
               <UserTurn
                 key={i}
                 text={turn.text}
+                pictures={turn.pictures ?? []}
                 busy={busy}
-                edit={(text) => void answerTo([...turns.slice(0, i), { role: "user", text }])}
+                edit={(text) => void answerTo([...turns.slice(0, i), { ...turn, text }])}
               />
             );
           }
@@ -152,6 +190,10 @@ export function Chat(props: ChatProps) {
           {problem}
         </p>
       )}
+      <Pictures
+        pictures={pictures}
+        remove={(picture) => setPictures(pictures.filter((each) => each !== picture))}
+      />
       <form
         class="composer"
         onSubmit={(event) => {
@@ -159,8 +201,10 @@ export function Chat(props: ChatProps) {
           send();
         }}
       >
+        {sees && <PictureButton add={(files) => void add(files)} />}
         <textarea
           id="composer"
+          onPaste={(event) => take(event, event.clipboardData)}
           ref={field}
           rows={Math.min(10, Math.max(2, draft.split("\n").length))}
           aria-label="Message"
@@ -180,7 +224,11 @@ export function Chat(props: ChatProps) {
             Stop
           </button>
         ) : (
-          <button type="submit" class="primary" disabled={!draft.trim() || !props.model}>
+          <button
+            type="submit"
+            class="primary"
+            disabled={(!draft.trim() && !pictures.length) || !props.model}
+          >
             Send
           </button>
         )}

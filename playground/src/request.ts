@@ -1,6 +1,7 @@
 // From a conversation and the settings to a request, and to the same request for other programs.
 import { textOf } from "./answer";
 import { address, apiKey, type Body } from "./api";
+import type { Picture } from "./pictures";
 import type { Settings, Turn } from "./store";
 
 /** A setting that cannot be sent; the message names it. */
@@ -74,7 +75,7 @@ function isSaid(turn: Turn): boolean {
 }
 
 function message(turn: Turn): Body {
-  if (turn.role === "user") return { role: "user", content: turn.text };
+  if (turn.role === "user") return { role: "user", content: contentOf(turn) };
   if (turn.role === "tool") return { role: "tool", tool_call_id: turn.id, content: turn.text };
   const { content, reasoning, calls } = turn.answer;
   const said: Body = { role: "assistant", content: textOf(content) };
@@ -87,6 +88,12 @@ function message(turn: Turn): Body {
     }));
   }
   return said;
+}
+
+function contentOf({ text, pictures }: { text: string; pictures?: Picture[] }): unknown {
+  if (!pictures?.length) return text;
+  const images = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...images, { type: "text", text }] : images;
 }
 
 function parse(what: string, text: string): unknown {

@@ -1,8 +1,9 @@
 // Conversations and settings, in this browser only.
 import type { Answer } from "./answer";
+import type { Picture } from "./pictures";
 
 export type Turn =
-  | { role: "user"; text: string }
+  | { role: "user"; text: string; pictures?: Picture[] }
   | { role: "assistant"; answer: Answer }
   | { role: "tool"; id: string; text: string };
 

@@ -2,9 +2,15 @@
 import { useState } from "preact/hooks";
 import { textOf, type Answer, type Call } from "./answer";
 import { summary } from "./instruments";
+import { Pictures, type Picture } from "./pictures";
 import { Tokens } from "./tokens";
 
-export function UserTurn(props: { text: string; busy: boolean; edit: (text: string) => void }) {
+export function UserTurn(props: {
+  text: string;
+  pictures: Picture[];
+  busy: boolean;
+  edit: (text: string) => void;
+}) {
   const [draft, setDraft] = useState<string | null>(null);
   if (draft !== null) {
     const send = () => {
@@ -28,7 +34,7 @@ export function UserTurn(props: { text: string; busy: boolean; edit: (text: stri
           }}
         />
         <div class="actions">
-          <button type="submit" disabled={!draft.trim()}>
+          <button type="submit" disabled={!draft.trim() && !props.pictures.length}>
             Send again
           </button>
           <button type="button" onClick={() => setDraft(null)}>
@@ -40,7 +46,8 @@ export function UserTurn(props: { text: string; busy: boolean; edit: (text: stri
   }
   return (
     <article class="turn user" aria-label="You">
-      <p class="text">{props.text}</p>
+      <Pictures pictures={props.pictures} />
+      {props.text && <p class="text">{props.text}</p>}
       <div class="actions">
         <button type="button" disabled={props.busy} onClick={() => setDraft(props.text)}>
           Edit
