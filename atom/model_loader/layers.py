@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -12,28 +11,24 @@ from torch import nn
 
 from atom.model_loader.placement import Placement
 from atom.model_loader.safetensors_reader import map_tensor
-from atom.model_loader.threads import one_torch_thread
 from atom.model_ops.finite import check_finite, may_be_infinite
 from atom.model_ops.weight_mapping import converts_weights
 
-# Bytes of a layer that all threads convert. For a smaller one they wait for each other longer than
-# the work takes, since the threads that load have the processors.
-_WORTH_THREADS = 16 << 20
+# Bytes of a layer that all threads convert. Smaller ones on a CPU are converted by the threads that
+# loaded them, each by itself; on a device one thread does it, which has chosen that device.
+_WORTH_THREADS = 64 << 20
 
 
 class LayerQueue:
     """The modules of a model that wait for their tensors.
 
-    Threads load and check them; one thread converts them, so that no two have both forms of their
-    weights in memory.
+    Threads load, check and convert them; one thread converts the large ones, so that no two of
+    these have both forms of their weights in memory.
     """
 
     def __init__(self, model: nn.Module, placements: Sequence[Placement]) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._num_bytes = {
-            id(module): sum(parameter.nbytes for parameter in module.parameters(recurse=False))
-            for module in model.modules()
-        }
+        self._small = {id(module) for module in model.modules() if _is_small(module)}
         self._modules = {
             id(module): module for module in model.modules() if converts_weights(module)
         }
@@ -45,7 +40,10 @@ class LayerQueue:
         self._loaded: deque[int] = deque()
 
     def loaded(self, placement: Placement) -> list[str]:
-        """Count one tensor as loaded -> what is wrong with its module's values, after the last."""
+        """Count one tensor as loaded -> what is wrong with its module's values, after the last.
+
+        A small module is then converted, by this thread alone.
+        """
         key = id(placement.target.module)
         with self._counting:
             self._missing[key] -= 1
@@ -53,12 +51,15 @@ class LayerQueue:
         if not is_last:
             return []
         errors = self._check(self._placements.pop(key))
-        if not errors:
-            self._loaded.append(key)
-        return errors
+        if errors:
+            return errors
+        if key in self._small:
+            return self._convert(key)
+        self._loaded.append(key)
+        return []
 
     def convert_loaded(self) -> list[str]:
-        """Convert the modules that have all of their tensors -> what is wrong with them."""
+        """Convert the large modules that have all of their tensors -> what is wrong with them."""
         errors = []
         while self._loaded:
             errors += self._convert(self._loaded.popleft())
@@ -89,10 +90,14 @@ class LayerQueue:
         module = self._modules.pop(key, None)
         if module is None:
             return []
-        is_small = self._num_bytes[key] < _WORTH_THREADS
         try:
-            with one_torch_thread() if is_small else contextlib.nullcontext():
-                module.process_after_loading()
+            module.process_after_loading()
         except ValueError as error:
             return [f"{self._names[key]}: {error}"]
         return []
+
+
+def _is_small(module: nn.Module) -> bool:
+    parameters = list(module.parameters(recurse=False))
+    num_bytes = sum(parameter.nbytes for parameter in parameters)
+    return num_bytes < _WORTH_THREADS and all(p.device.type == "cpu" for p in parameters)

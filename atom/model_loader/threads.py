@@ -10,23 +10,12 @@ import torch
 
 
 @contextlib.contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Run torch operations single-threaded, in this thread and in threads started meanwhile.
+def single_threaded_pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that run torch operations single-threaded, unlike the caller's meanwhile.
 
     Copies and conversions are bound by memory bandwidth: splitting each over all cores only adds
     barriers, which are slow while the loader's own threads occupy the cores.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def single_threaded_pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that run torch operations single-threaded, unlike the caller's meanwhile."""
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from atom.model_loader import layers as layers_module
 from atom.model_loader import weights as weights_module
 from atom.model_loader.checkpoint import list_tensors
 from atom.model_loader.layers import LayerQueue
+from atom.model_loader.placement import Placement, Target
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.weights import WeightError, load_weights
 from atom.model_ops.layer_context import LayerContext
@@ -252,28 +254,36 @@ def test_small_groups_and_many_threads(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 class Converted(nn.Module):
-    """A layer that notes how many threads convert it."""
+    """A layer that notes which thread converts it."""
 
     dequantised_bytes = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
-        self.num_threads: int | None = None
+        self.thread: threading.Thread | None = None
 
     def process_after_loading(self) -> None:
-        self.num_threads = torch.get_num_threads()
+        self.thread = threading.current_thread()
 
 
-def test_small_layers_are_converted_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(2)
-    small, large = Converted(), Converted()
-    LayerQueue(small, ()).convert_rest()
-    monkeypatch.setattr(layers_module, "_WORTH_THREADS", 64)
-    LayerQueue(large, ()).convert_rest()
-    after = torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert (small.num_threads, large.num_threads, after) == (1, 2, 2)
+@pytest.mark.parametrize("is_large", [False, True])
+def test_small_layers_are_converted_by_the_thread_that_loaded_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    if is_large:
+        monkeypatch.setattr(layers_module, "_WORTH_THREADS", 64)
+    layer = Converted()
+    save_file({"weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    [tensor] = list_tensors(tmp_path)
+    placement = Placement(tensor, Target(layer, "weight", torch.float32, None, False), None)
+    queue = LayerQueue(layer, [placement])
+    loading = threading.Thread(target=queue.loaded, args=(placement,))
+    loading.start()
+    loading.join()
+    assert layer.thread is (None if is_large else loading)
+    assert queue.convert_loaded() == []
+    assert layer.thread is (threading.current_thread() if is_large else loading)
 
 
 def test_dummy_weights(folder: Path) -> None:

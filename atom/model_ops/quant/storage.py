@@ -66,9 +66,18 @@ def _bound(weights: QuantWeights) -> float:
 def _largest(values: torch.Tensor, scale_type: ScaleType = "float") -> float:
     """The largest magnitude."""
     parts = torch.split(values.flatten(), _PART_SIZE)
-    return (
-        torch.stack([scale_values(part, scale_type).abs().amax() for part in parts]).amax().item()
-    )
+    # Of the stored numbers, whose order is that of what they stand for.
+    ends = torch.stack([end for part in parts for end in _ends(part)])
+    largest: float = scale_values(ends, scale_type).abs().amax().item()
+    return largest
+
+
+def _ends(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest value; both NaN if one is."""
+    if values.is_floating_point() and values.dtype.itemsize == 1:  # torch compares none of 8 bits
+        values = values.to(torch.float16)
+    smallest, largest = torch.aminmax(values)
+    return smallest, largest
 
 
 def _check_matrix(weights: QuantWeights, dtype: torch.dtype) -> None:

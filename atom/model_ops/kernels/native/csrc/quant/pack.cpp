@@ -13,18 +13,27 @@ struct QuantPackArgs {
   int64_t threads;
 };
 
+// Bytes `at` to `at` + 4 of each row of a panel, `stride` apart.
+ATOM_INLINE vuint words(const uint8_t* rows, int64_t stride, int64_t at) {
+  vuint out;
+  ATOM_UNROLL for (int i = 0; i < kLanes; ++i) out[i] = raw<uint32_t>(rows + i * stride + at);
+  return out;
+}
+
 // Eight codes of four bits, neighbours in a byte -> quad 0 in the low four bits, quad 1 in the high.
-uint32_t two_quads(uint32_t codes) {
-  const uint32_t even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
-  const uint32_t a = even | even >> 12, b = odd | odd >> 12;
+ATOM_INLINE vuint two_quads(vuint codes) {
+  const vuint even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
+  const vuint a = even | even >> 12, b = odd | odd >> 12;
   return (a & 0xff) | (b & 0xff) << 8 | (a & 0xff00) << 8 | (b & 0xff00) << 16;
 }
 
 // Byte j has two bits of each code of quad j -> byte i has those of code i of each quad.
-uint32_t transpose_pairs(uint32_t codes) {
-  uint32_t out = 0;
-  for (int j = 0; j < 4; ++j) {
-    for (int i = 0; i < 4; ++i) out |= (codes >> (8 * j + 2 * i) & 3) << (8 * i + 2 * j);
+ATOM_INLINE vuint transpose_pairs(vuint codes) {
+  vuint out{};
+  ATOM_UNROLL for (int j = 0; j < 4; ++j) {
+    ATOM_UNROLL for (int i = 0; i < 4; ++i) {
+      out |= (codes >> (8 * j + 2 * i) & 3) << (8 * i + 2 * j);
+    }
   }
   return out;
 }
@@ -39,20 +48,22 @@ void add_row(const uint8_t* row, const uint8_t* high, int64_t inputs, int64_t bi
   }
 }
 
-// One row into its lane of a panel. `row` is filled up with zeros; the high bits of 6 begin at `high`.
-void pack_row(const uint8_t* row, const uint8_t* high, int64_t inputs, int64_t bits, uint8_t* lane) {
-  const auto put = [&](int64_t vector, uint32_t quad) {
-    std::memcpy(lane + vector * kQuadBytes, &quad, sizeof quad);
+// The rows of a panel, filled up with zeros; the high bits of 6 begin at byte `high`.
+void pack_rows(const uint8_t* rows, int64_t stride, int64_t high, int64_t inputs, int64_t bits,
+               uint8_t* panel) {
+  const auto put = [&](int64_t vector, vuint quads) {
+    std::memcpy(panel + vector * kQuadBytes, &quads, sizeof quads);
   };
+  const auto at = [&](int64_t byte) { return words(rows, stride, byte); };
   if (bits == 8) {
-    for (int64_t j = 0; j < inputs / 4; ++j) put(j, raw<uint32_t>(row + 4 * j) ^ 0x80808080u);
+    for (int64_t j = 0; j < inputs / 4; ++j) put(j, at(4 * j) ^ 0x80808080u);
   } else if (bits == 4) {
-    for (int64_t j = 0; j < inputs / 8; ++j) put(j, two_quads(raw<uint32_t>(row + 4 * j)));
+    for (int64_t j = 0; j < inputs / 8; ++j) put(j, two_quads(at(4 * j)));
   } else {
     for (int64_t unit = 0; unit < inputs / 16; ++unit) {
-      put(3 * unit, two_quads(raw<uint32_t>(row + 8 * unit)));
-      put(3 * unit + 1, two_quads(raw<uint32_t>(row + 8 * unit + 4)));
-      put(3 * unit + 2, transpose_pairs(raw<uint32_t>(high + 4 * unit)));
+      put(3 * unit, two_quads(at(8 * unit)));
+      put(3 * unit + 1, two_quads(at(8 * unit + 4)));
+      put(3 * unit + 2, transpose_pairs(at(high + 4 * unit)));
     }
   }
 }
@@ -69,19 +80,24 @@ ATOM_EXPORT int64_t atom_quant_pack(const atom::QuantPackArgs* args) {
   const int64_t panel_bytes = a.bits * a.inputs * kLanes / 8;
   run_shares(panels, a.threads, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
-    auto* row = scratch.get<uint8_t>(a.inputs);
-    std::memset(row, 0, a.inputs);
-    for (int64_t i = begin * kLanes; i < end * kLanes; ++i) {
-      uint8_t* panel = a.out + i / kLanes * panel_bytes;
-      if (a.in_units && i % kLanes == 0) std::memset(panel, 0, panel_bytes);
-      if (i < a.outs) {
-        std::memcpy(row, a.codes + i * bytes, low);
-        std::memcpy(row + high_at, a.codes + i * bytes + low, bytes - low);
-      } else {
-        std::memset(row, 0, a.inputs);
+    const int64_t stride = a.inputs + 64;  // in different lines of caches
+    auto* rows = scratch.get<uint8_t>(kLanes * stride);
+    std::memset(rows, 0, kLanes * stride);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      uint8_t* to = a.out + panel * panel_bytes;
+      if (a.in_units) std::memset(to, 0, panel_bytes);
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        uint8_t* row = rows + lane * stride;
+        const int64_t i = panel * kLanes + lane;
+        if (i < a.outs) {
+          std::memcpy(row, a.codes + i * bytes, low);
+          std::memcpy(row + high_at, a.codes + i * bytes + low, bytes - low);
+        } else {
+          std::memset(row, 0, a.inputs);
+        }
+        if (a.in_units) add_row(row, row + high_at, a.inputs, a.bits, lane, to);
       }
-      if (a.in_units) add_row(row, row + high_at, a.inputs, a.bits, i % kLanes, panel);
-      else pack_row(row, row + high_at, a.inputs, a.bits, panel + 4 * (i % kLanes));
+      if (!a.in_units) pack_rows(rows, stride, high_at, a.inputs, a.bits, to);
     }
   });
   return 0;
