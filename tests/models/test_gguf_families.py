@@ -22,9 +22,9 @@ from gguf import (
     get_tensor_name_map,
 )
 from gguf.quants import quantize
-from models import checkpoints
+from models import checkpoints, transformers_families
 from models.checkpoints import Checkpoint, prompt
-from models.families import write_family
+from models.families import FAMILIES, write_family
 from models.harness import ModelBench, load_model
 from spec_decode.mtp_reference import add_mtp_layers
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -67,6 +67,15 @@ _FILES = {
     "glm4_moe_lite": "deepseek2",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+}
+# Files of other families with the maths of a native one: the family, and the file's name.
+_SAME_MATHS = {
+    "ernie4_5": "ernie4_5",
+    "seed_oss": "seed_oss",
+    "dots1": "dots1",
+    # Transformers has none of these; their converters write what Llama's would.
+    "llama-internlm2": "internlm2",
+    "llama-exaone": "exaone",
 }
 # What files do not say, llama.cpp knows.
 _IMPLIED: dict[str, dict[str, Any]] = {
@@ -132,17 +141,17 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_name_of_the_table_is_tested() -> None:
-    assert set(_FILES.values()) == set(ARCHITECTURES)
+    assert {*_FILES.values(), *_SAME_MATHS.values()} == set(ARCHITECTURES)
 
 
-@pytest.mark.parametrize("name", _FILES)
+@pytest.mark.parametrize("name", [*_FILES, *_SAME_MATHS])
 def test_logits_are_those_of_the_checkpoint(
     name: str, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     folder = tmp_path / "checkpoint"
     checkpoint = write(name, folder, **_IMPLIED.get(name, {}))
     byte_level_tokenizer.save_pretrained(folder)
-    path = write_file(tmp_path / "model.gguf", _FILES[name], checkpoint)
+    path = write_file(tmp_path / "model.gguf", {**_FILES, **_SAME_MATHS}[name], checkpoint)
     tokens = prompt(24)
     bench = ModelBench(path, tokenizer=str(folder))
     found = bench.run(tokens, [16, 1])
@@ -207,7 +216,10 @@ def test_another_choice_of_experts_is_refused(tmp_path: Path) -> None:
 
 
 def write(name: str, folder: Path, **fields: Any) -> Checkpoint:
-    """Of `families.py`, or of `checkpoints.py`."""
+    """Of `families.py`, `checkpoints.py` or `transformers_families.py`."""
+    if name in transformers_families.FAMILIES:
+        return transformers_families.write_family(name, folder, **fields)
+    name = name if name in FAMILIES else name.partition("-")[0]
     own = {"deepseek_v2": checkpoints.deepseek_v2, "deepseek_v3": checkpoints.deepseek_v3}
     return own[name](folder, **fields) if name in own else write_family(name, folder, **fields)
 
@@ -261,6 +273,8 @@ def write_file(
     config = checkpoint.reference.config
     writer = GGUFWriter(path, name)
     keys = _KEYS | (_ROUTED_KEYS if hasattr(config, "n_routed_experts") else {})
+    if not any(".experts." in module for module in checkpoint.reference.state_dict()):
+        keys = {field: key for field, key in _KEYS.items() if "expert" not in key}
     for field, key in keys.items():
         value = getattr(config, field, None)
         if key == "block_count" and prediction:
@@ -363,7 +377,7 @@ def tensors_of(
         values = tensor.float().numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         part = module.split(".")[-2]
-        if config.model_type in _PERMUTED and part in heads:
+        if config.model_type in _PERMUTED and name != "exaone" and part in heads:
             split = values.reshape(heads[part], 2, -1, *values.shape[1:])
             values = split.swapaxes(1, 2).reshape(values.shape)
         if name in ("gemma2", "gemma3") and module.endswith("norm.weight"):

@@ -159,7 +159,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mistral3": Architecture(
         "MistralForCausalLM", "mistral", _LLAMA, constants={"sliding_window": None}, pairs=True
     ),
+    # Models with Llama's maths, or another's, and a name of their own.
+    "internlm2": Architecture("LlamaForCausalLM", "llama", _LLAMA, pairs=True),
+    "ernie4_5": Architecture("LlamaForCausalLM", "llama", _LLAMA, pairs=True),
+    "exaone": Architecture("LlamaForCausalLM", "llama", _LLAMA),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _LLAMA),
+    "seed_oss": Architecture(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        {
+            **_ATTENTION,
+            **_MLP,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+        },
+    ),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
         "qwen2_moe",
@@ -270,6 +284,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         {**_ROUTED_EXPERTS, "num_nextn_predict_layers": ("nextn_predict_layers", int)},
         {**_ROUTED_DEFAULTS, "num_nextn_predict_layers": 0},
         is_partial=True,
+        gating=SIGMOID,
+    ),
+    "dots1": Architecture(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        {
+            **_PRE_NORMS,
+            **_ATTENTION,
+            **_QK_NORMS,
+            **_MLP,
+            **_BIASED_EXPERTS,
+            **_SHARED_EXPERTS,
+        },
+        _ROUTED_EXPERTS,
+        {**_ROUTED_DEFAULTS, "num_nextn_predict_layers": 0, "partial_rotary_factor": 1.0},
         gating=SIGMOID,
     ),
     "minimax-m2": Architecture(
