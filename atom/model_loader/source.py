@@ -43,6 +43,20 @@ _HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
 _ROWS_AT_ONCE = 4096
 
 
+def tie_absent_head(config: PretrainedConfig, folder: Path) -> None:
+    """Make a text model's configuration say that its head is the embedding, where that around it
+    says so and the files hold no head.
+
+    Raises:
+        WeightError: when a weight file is damaged.
+    """
+    text = config.get_text_config()
+    if not config.tie_word_embeddings or text.tie_word_embeddings or not has_weights(folder):
+        return
+    if _find(_HEAD, list_tensors(folder)) is None:
+        text.tie_word_embeddings = True
+
+
 def untie_different_head(config: PretrainedConfig, folder: Path) -> None:
     """Make `config` say that the head is a weight of its own, where the files hold another one.
 
@@ -149,6 +163,7 @@ def resolve_model(options: ModelOptions) -> ModelSource:
     config = _load_config(folder, raw, options, implementation)
     _try_implementation(implementation, config, folder)
     if options.load_format != "dummy":
+        tie_absent_head(config, folder)
         untie_different_head(config.get_text_config(), folder)
     vocab_size = config.get_text_config().vocab_size
     eos_token_ids = end_token_ids(folder, raw, options, vocab_size)

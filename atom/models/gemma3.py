@@ -14,6 +14,7 @@ from atom.models.gemma2 import (
     GemmaForCausalLM,
     expect_field,
 )
+from atom.models.layers.text_model import TextModel
 from atom.models.llama import head_size
 from atom.models.qwen3 import Qwen3Attention
 
@@ -51,3 +52,7 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
             of_type.rope_parameters = config.rope_parameters[kind]
             by_type[kind] = RotaryEmbedding(of_type, head_size(config), context)
         return [by_type[kind] for kind in config.layer_types]
+
+
+class Gemma3ForConditionalGeneration(TextModel, Gemma3ForCausalLM):
+    """The text model of Gemma 3's larger sizes. Source of names: transformers' `gemma3`."""

@@ -11,6 +11,7 @@ from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import RotaryEmbedding
+from atom.models.layers.text_model import TextModel
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
 
@@ -109,7 +110,8 @@ class Ministral3Attention(MistralAttention):
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
         """A rotation keeps factors, so they may come before it."""
-        assert isinstance(rotary, PlacedRotary)
+        if not isinstance(rotary, PlacedRotary):
+            return super().forward(x, positions, metadata, rotary)
         q, k, v = self.qkv_proj.split(self.qkv_proj(x))
         q = self._scale_by_position(q, positions, rotary.query_factors)
         out: torch.Tensor = self.o_proj(self.attn(q, k, v, positions, metadata, rotary))
@@ -127,3 +129,23 @@ class Ministral3ForCausalLM(LlamaForCausalLM):
 
     def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
         return PlacedRotary(config, head_size(config), context)
+
+
+class Mistral3ForConditionalGeneration(TextModel, Ministral3ForCausalLM):
+    """The text model of Mistral Small 3.1 and later, and of Ministral 3, which scales queries.
+
+    Source of names: transformers' `mistral3`.
+
+    Raises:
+        ConfigError: for another text model.
+    """
+
+    def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
+        if config.model_type == "ministral3":
+            return super().create_rotary(config, context)
+        if config.model_type != "mistral":
+            raise ConfigError(
+                f"mistral3 with a text_config of type {config.model_type!r} is not supported; "
+                f"supported are mistral and ministral3"
+            )
+        return RotaryEmbedding(config, head_size(config), context)

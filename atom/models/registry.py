@@ -56,6 +56,9 @@ _MODELS = {
     "MistralForCausalLM": _Model("mistral", "MistralForCausalLM", ("mistral",)),
     "MinistralForCausalLM": _Model("mistral", "MinistralForCausalLM", ("ministral",)),
     "Ministral3ForCausalLM": _Model("mistral", "Ministral3ForCausalLM", ("ministral3",)),
+    "Mistral3ForConditionalGeneration": _Model(
+        "mistral", "Mistral3ForConditionalGeneration", ("mistral3",)
+    ),
     "MixtralForCausalLM": _Model("mixtral", "MixtralForCausalLM", ("mixtral",)),
     "SmolLM3ForCausalLM": _Model("smollm3", "SmolLM3ForCausalLM", ("smollm3",)),
     "Olmo2ForCausalLM": _Model("olmo2", "Olmo2ForCausalLM", ("olmo2",)),
@@ -63,6 +66,9 @@ _MODELS = {
     "Phi3ForCausalLM": _Model("phi3", "Phi3ForCausalLM", ("phi3",)),
     "Gemma2ForCausalLM": _Model("gemma2", "Gemma2ForCausalLM", ("gemma2",)),
     "Gemma3ForCausalLM": _Model("gemma3", "Gemma3ForCausalLM", ("gemma3_text",)),
+    "Gemma3ForConditionalGeneration": _Model(
+        "gemma3", "Gemma3ForConditionalGeneration", ("gemma3",)
+    ),
     "CohereForCausalLM": _Model("cohere", "CohereForCausalLM", ("cohere",)),
     "Cohere2ForCausalLM": _Model("cohere", "Cohere2ForCausalLM", ("cohere2",)),
     "Glm4ForCausalLM": _Model("glm4", "Glm4ForCausalLM", ("glm4",)),

@@ -214,8 +214,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Checkpoints with images, and the family of their text model.
+TEXT_MODELS = {
+    "gemma3": ("Gemma3", "gemma3_text"),
+    "mistral3": ("Mistral3", "ministral3"),
+    "mistral3-plain": ("Mistral3", "mistral"),
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
 def write_family(name: str, folder: Path, **fields: Any) -> Checkpoint:
-    """A checkpoint that transformers saved, and the model that it saved."""
+    """A checkpoint that transformers saved, and the model that it saved.
+
+    Args:
+        fields: of its configuration, or of its text model's.
+    """
+    if name in TEXT_MODELS:
+        prefix, text = TEXT_MODELS[name]
+        config = getattr(transformers, f"{prefix}Config")(
+            text_config={**DENSE, **FAMILIES[text][1], **fields, "model_type": text},
+            vision_config=_VISION,
+            tie_word_embeddings=text != "mistral",
+        )
+        model_class = getattr(transformers, f"{prefix}ForConditionalGeneration")
+        return write_checkpoint(folder, model_class(config))
     prefix, own = FAMILIES[name]
     config_class = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
     config = getattr(transformers, config_class)(**{**DENSE, **own, **fields})

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from models.checkpoints import Checkpoint, prompt
-from models.families import FAMILIES, write_family
+from models.families import FAMILIES, TEXT_MODELS, write_family
 from models.harness import ModelBench, split
 from ranks import run_ranks
+from safetensors.torch import load_file
 from spec_decode import engines
 from spec_decode.engines import create_engine, generate
 from spec_decode.mtp_reference import add_mtp_layers
@@ -28,7 +29,10 @@ TOLERANCE = 1e-4
 LENGTH = 30
 NEW_TOKENS = 10
 # Without those that differ only in what a logit shows.
-ENGINES = [name for name in FAMILIES if "-" not in name or name == "mistral-window"]
+ENGINES = [
+    *(name for name in FAMILIES if "-" not in name or name == "mistral-window"),
+    *(name for name in TEXT_MODELS if "-" not in name),
+]
 WITH_PREDICTION_LAYERS = ["glm4_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"]
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
@@ -62,7 +66,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *TEXT_MODELS])
 def test_logits_in_every_split(families: Families, name: str) -> None:
     checkpoint = families.checkpoint(name)
     bench = ModelBench(checkpoint.folder)
@@ -149,6 +153,20 @@ def test_longer_contexts_by_yarn(name: str, tmp_path: Path) -> None:
         **partial,
     }
     checkpoint = write_family(name, tmp_path, rope_parameters=yarn)
+    tokens = prompt(LENGTH)
+    assert_close(ModelBench(tmp_path).run(tokens, [LENGTH]), checkpoint.logits(tokens))
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite", "minimax_m2"]
+)
+def test_experts_in_one_tensor(name: str, tmp_path: Path) -> None:
+    """As transformers names them, where the hub has a tensor for each expert."""
+    checkpoint = write_family(name, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    checkpoint.reference.save_pretrained(tmp_path, save_original_format=False)
+    changed = load_file(tmp_path / "model.safetensors")
+    assert any(name.endswith("experts.gate_up_proj") for name in changed.keys() - saved.keys())
     tokens = prompt(LENGTH)
     assert_close(ModelBench(tmp_path).run(tokens, [LENGTH]), checkpoint.logits(tokens))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from models import transformers_families
-from models.families import FAMILIES
+from models.families import FAMILIES, TEXT_MODELS
 from models.hybrids import HYBRIDS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -22,7 +22,8 @@ _NAMES = {
     "qwen3_moe": "Qwen3-MoE",
     "mistral": "Mistral",
     "ministral": "Ministral",
-    "ministral3": "Ministral 3, as a text model",
+    "ministral3": "Ministral 3 (text)",
+    "mistral3": "Mistral Small 3.1 and later, Ministral 3, as text models",
     "mixtral": "Mixtral",
     "smollm3": "SmolLM3",
     "olmo2": "OLMo 2",
@@ -37,6 +38,7 @@ _NAMES = {
     "minimax_m2": "MiniMax-M2",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
+    "gemma3": "Gemma 3, as a text model",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2",
     "deepseek_v32": "DeepSeek-V3.2",
@@ -84,7 +86,7 @@ def rows() -> list[str]:
         names = ", ".join(f"`{name}`" for name in architectures)
         gguf = ", ".join(f"`{name}`" for name in GGUF_NAMES.get(first, ())) or "no"
         tests = "logits, engine, drafts"
-        if any(name.partition("-")[0] == first for name in FAMILIES):
+        if any(name.partition("-")[0] == first for name in [*FAMILIES, *TEXT_MODELS]):
             tests = "grid"
         elif first.removesuffix("_text") in HYBRIDS:
             tests = "hybrids"
