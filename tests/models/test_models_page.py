@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from models import transformers_families
 from models.families import FAMILIES, TEXT_MODELS
 from models.hybrids import HYBRIDS
+from models.transformers_outcomes import OUTCOMES, VERSION
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from atom.model_loader.gguf.architectures import GGUF_NAMES
@@ -101,6 +103,22 @@ def by_transformers() -> str:
     )
     listed = ", ".join(f"`{name}`" for name in names)
     return f"Tested with it are {len(transformers_families.FAMILIES)} families: {listed}."
+
+
+def every_night() -> str:
+    """The sentence of what `test_every_transformers_model.py` finds."""
+    counts = Counter(OUTCOMES.values())
+    return (
+        f"Every night each of transformers' causal language models is tried by this code, native "
+        f"families too. Of the {len(OUTCOMES)} types of version {VERSION}, {counts['equal']} are "
+        f"equal and {counts['refused']} are refused by name; of {counts['untried']} transformers "
+        f"itself makes, runs or saves no small one."
+    )
+
+
+def test_the_counts_of_every_night_are_current() -> None:
+    sentence = every_night()
+    assert sentence in PAGE.read_text(encoding="utf-8"), f"docs/models.md must have\n{sentence}"
 
 
 def test_the_list_of_families_by_transformers_is_current() -> None:
