@@ -39,6 +39,10 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
         knows_drafts: it is ahead, but its drafts are in `token_ids`, not on the device.
         new_windows: block -> the one that layers with a window have for it from this step on; None
             if nothing changes, or they have no blocks of their own.
+        load_state: the slot of the recurrent state that it starts from, which is that behind
+            `start` tokens; None for its own.
+        keep_state: the slot to keep its state in that is behind this step's tokens, all of which
+            are known; None for none.
     """
 
     id: str
@@ -55,6 +59,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     is_ahead: bool = False
     knows_drafts: bool = False
     new_windows: dict[int, int] | None = None
+    load_state: int | None = None
+    keep_state: int | None = None
 
     @property
     def draft_token_ids(self) -> list[int]:

@@ -44,6 +44,7 @@ DEFAULT_MAX_IMAGES = 999
 # that is free on a CPU, where other programs live too.
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 DEFAULT_CPU_MEMORY_UTILIZATION = 0.3
+DEFAULT_STATE_SLOTS = 32
 
 
 def parse_bytes(text: str | int) -> int:
@@ -291,6 +292,12 @@ class CacheOptions(Options):
         on_gpu=2 << 30,
     )
     enable_prefix_caching: bool = option(True, "reuse the KV cache of shared prefixes")
+    state_slots: int | None = option(
+        None,
+        f"recurrent states of hybrid models that are kept for prefix caching "
+        f"({DEFAULT_STATE_SLOTS}); each takes what a sequence without drafts does",
+        at_least=0,
+    )
     debug_kv_canary: str | None = option(
         None,
         "check at random places that sequences read the KV that was written for them; a wrong read "

@@ -239,7 +239,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         synthetic_acceptance_length: drafts are accepted at random, so that texts mean nothing; None
             if they are not.
         window: of layers that have blocks of their own for it; None if there are none.
-        has_states: whether layers have a recurrent state, which no cached block brings back.
+        state_slots: recurrent states that are kept for prefix caching; None where no layer has any.
     """
 
     max_model_len: int
@@ -252,7 +252,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     runs_on: str = ""
     synthetic_acceptance_length: float | None = None
     window: WindowLimits | None = None
-    has_states: bool = False
+    state_slots: int | None = None
 
     @property
     def fingerprint(self) -> str | None:

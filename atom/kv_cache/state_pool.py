@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from atom.batch import ScheduledBatch
 from atom.kv_cache.base import KVCacheMemoryError
 from atom.kv_cache.paged import zeroed_pool
 from atom.model_ops.attention.recurrent_layer import RecurrentLayer, StatePart
@@ -36,11 +37,17 @@ class _Pool:
     part: StatePart
     layers: list[RecurrentLayer] = field(default_factory=list)
 
+    def bytes_of(self, versions: int) -> int:
+        """Of so many versions in all layers."""
+        elements = len(self.layers) * versions * math.prod(self.part.shape)
+        return elements * self.part.dtype.itemsize
+
 
 class StatePool:
     """Pools [layers, rows + 1, versions, *shape of the part], one for each kind of part.
 
-    The row at their end is for padding alone.
+    The row at their end is for padding alone. Beside them are slots for states that are kept when
+    their sequences have gone on, [layers, slots, reach, *shape], newest version first.
 
     Args:
         layers: in model order; there may be none.
@@ -54,30 +61,43 @@ class StatePool:
         num_rows: int,
         most_drafts: int,
         device: torch.device,
+        num_slots: int = 0,
     ) -> None:
-        self._layers = layers
+        self.num_slots = num_slots
         self._num_rows = num_rows
         self._most_drafts = most_drafts
         self._device = device
         self._pools = _share(layers)
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_allocated = False
+        # Row, tokens and slot of states that the newest step writes.
+        self._to_keep: list[tuple[int, int, int]] = []
+
+    @property
+    def has_layers(self) -> bool:
+        return bool(self._pools)
 
     @property
     def num_bytes(self) -> int:
         """Of all pools."""
-        return sum(math.prod(self._shape(p)) * p.part.dtype.itemsize for p in self._pools)
+        return (self._num_rows + 1) * self.row_bytes + self.num_slots * self._slot_bytes
 
     @property
     def row_bytes(self) -> int:
         """Of one row over all layers, with all its versions."""
-        return self.num_bytes // (self._num_rows + 1)
+        return sum(pool.bytes_of(pool.part.num_versions(self._most_drafts)) for pool in self._pools)
+
+    @property
+    def _slot_bytes(self) -> int:
+        return sum(pool.bytes_of(pool.part.reach) for pool in self._pools)
 
     def describe(self) -> str:
         """What takes the memory, in words."""
         return (
             f"the recurrent states of {self._num_rows} sequences and a spare row, with "
-            f"{self._most_drafts + 1} versions for {self._most_drafts} drafts, are "
-            f"{self._num_rows + 1} x {self.row_bytes} = {self.num_bytes} bytes"
+            f"{self._most_drafts + 1} versions for {self._most_drafts} drafts, and "
+            f"{self.num_slots} that are kept for prefix caching, are {self._num_rows + 1} x "
+            f"{self.row_bytes} + {self.num_slots} x {self._slot_bytes} = {self.num_bytes} bytes"
         )
 
     def check(self, budget_bytes: int) -> None:
@@ -92,8 +112,8 @@ class StatePool:
         if self._pools and budget_bytes <= 0:
             raise KVCacheMemoryError(
                 f"{self.describe()}, which leaves {budget_bytes} bytes for the KV cache; lower "
-                f"--max-num-seqs or --num-speculative-tokens, or raise --kv-cache-memory or "
-                f"--gpu-memory-utilization"
+                f"--max-num-seqs, --num-speculative-tokens or --state-slots, or raise "
+                f"--kv-cache-memory or --gpu-memory-utilization"
             )
 
     def allocate(self) -> None:
@@ -107,21 +127,40 @@ class StatePool:
         try:
             bound: dict[RecurrentLayer, dict[str, torch.Tensor]] = {}
             for pool in self._pools:
-                states = zeroed_pool(self._shape(pool), pool.part.dtype, self._device)
+                rows = self._num_rows + 1, pool.part.num_versions(self._most_drafts)
+                states = self._zeroed(pool, *rows)
+                self._tensors.append((states, self._zeroed(pool, self.num_slots, pool.part.reach)))
                 for layer, own in zip(pool.layers, states, strict=True):
                     bound.setdefault(layer, {})[pool.name] = own
         except torch.OutOfMemoryError as error:
             raise KVCacheMemoryError(
-                f"{self.describe()}, and there is no room: {error}; lower --max-num-seqs or "
-                f"--num-speculative-tokens"
+                f"{self.describe()}, and there is no room: {error}; lower --max-num-seqs, "
+                f"--num-speculative-tokens or --state-slots"
             ) from error
         for layer, parts in bound.items():
             layer.bind_states(parts)
         self._is_allocated = True
 
-    def _shape(self, pool: _Pool) -> tuple[int, ...]:
-        versions = pool.part.num_versions(self._most_drafts)
-        return len(pool.layers), self._num_rows + 1, versions, *pool.part.shape
+    def start(self, batch: ScheduledBatch) -> None:
+        """Before a step: keep the states that the step before it wrote, then bring back those that
+        its sequences start from.
+        """
+        for row, tokens, slot in self._to_keep:
+            for pool, kept in self._tensors:
+                for i in range(min(kept.shape[2], tokens)):
+                    kept[:, slot, i] = pool[:, row, (tokens - 1 - i) % pool.shape[2]]
+        self._to_keep = []
+        for s in batch.sequences:
+            if s.load_state is not None:
+                for pool, kept in self._tensors:
+                    for i in range(min(kept.shape[2], s.start)):
+                        pool[:, s.row, (s.start - 1 - i) % pool.shape[2]] = kept[:, s.load_state, i]
+            if s.keep_state is not None:
+                self._to_keep.append((s.row, s.context_len, s.keep_state))
+
+    def _zeroed(self, pool: _Pool, rows: int, versions: int) -> torch.Tensor:
+        shape = len(pool.layers), rows, versions, *pool.part.shape
+        return zeroed_pool(shape, pool.part.dtype, self._device)
 
 
 def _share(layers: Iterable[RecurrentLayer]) -> list[_Pool]:

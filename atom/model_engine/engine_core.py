@@ -76,13 +76,8 @@ class EngineCore:
     ) -> None:
         self.executor: Executor = executor or create_executor(config, source)
         self.limits: EngineLimits = self.executor.limits
-        caches_prefixes = config.cache.enable_prefix_caching
-        if caches_prefixes and self.limits.has_states:
-            logger.info(
-                "prefix caching is off: the model has recurrent states, which cached blocks do not "
-                "bring back"
-            )
-            caches_prefixes = False
+        # None: without recurrent states, which blocks alone do not bring back.
+        caches_prefixes = config.cache.enable_prefix_caching and self.limits.state_slots != 0
         self.block_pool = BlockPool(self.limits.num_blocks, self.limits.block_size, caches_prefixes)
         self._scheduler = Scheduler(
             config.scheduler,

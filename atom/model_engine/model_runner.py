@@ -19,6 +19,7 @@ from atom.batch import (
     StepParts,
 )
 from atom.graphs.staging import Arriving
+from atom.kv_cache.state_pool import StatePool
 from atom.model_engine.step.carried_rows import CarriedRows
 from atom.model_engine.step.input_builder import InputBuilder, StepInput
 from atom.model_engine.step.step_runner import StepRunner
@@ -74,6 +75,7 @@ class ModelRunner:
         publish: called with what other ranks must do, after all that can fail because of a request
             and before the model runs; None when there are no others.
         carried: what passes from step to step on the device; None if steps do not overlap.
+        states: the target's recurrent states; None if they are not kept.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class ModelRunner:
         drafter: Drafter,
         publish: Callable[[RankStep], RankStep] | None = None,
         carried: CarriedRows | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self.inputs = inputs
         self.steps = steps
@@ -92,6 +95,7 @@ class ModelRunner:
         self._publish = publish
         self._carried = carried
         self._images = inputs.images
+        self._states = states
         self._newest = _NOTHING
         # As a decorator it would be made anew in each step.
         self._inference = torch.inference_mode()
@@ -241,6 +245,8 @@ class ModelRunner:
             self._images.start(batch)
         self._sampler.forget(batch.freed_rows)
         self._drafter.start(batch)
+        if self._states is not None:
+            self._states.start(batch)
 
     def _follows_grammars(self, step: StepInput) -> bool:
         """Whether drafts are made within grammars, after sampling."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,13 +10,13 @@ from functools import partial
 from torch import nn
 
 from atom.batch import Lookahead
-from atom.config import EngineConfig
+from atom.config import DEFAULT_STATE_SLOTS, ConfigError, EngineConfig
 from atom.distributed.stages import Stages
 from atom.graphs.recorded import StepRecorder, create_recorder
 from atom.graphs.runner import ForwardOp, GraphRunner
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.cache_window import CacheWindow
-from atom.kv_cache.state_pool import recurrent_layers
+from atom.kv_cache.state_pool import StatePool, recurrent_layers
 from atom.kv_cache.windows import WindowedForward, WindowMap
 from atom.model_engine.compiled_grammars import create_grammars
 from atom.model_engine.expert_ranks import check_experts
@@ -31,6 +32,8 @@ from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter
 from atom.spec_decode.proposers.base import Proposer
 from atom.structured_output.cache import GrammarCache
+
+logger = logging.getLogger(__name__)
 
 # (rank, model, its layers, lookahead) -> graphs, nothing captured yet; None if nothing will be
 GraphRunnerFactory = Callable[[Rank, CausalLM, ForwardOp, Lookahead], "GraphRunner | None"]
@@ -49,6 +52,7 @@ class RankParts:
         graphs: of its layers; None if every step runs eagerly.
         recorder: replays steps that recur; None if every step runs op by op.
         grammars: only the first rank has any.
+        states: of the target's layers that have recurrent ones.
     """
 
     model: CausalLM
@@ -59,6 +63,7 @@ class RankParts:
     recorder: StepRecorder | None
     grammars: GrammarCache | None
     drafter: Drafter
+    states: StatePool
 
     @property
     def models(self) -> list[nn.Module]:
@@ -108,7 +113,34 @@ def join_parts(
         recorder=recorder,
         caps=bool(recurrent_layers(model)),
     )
-    return RankParts(model, forward, windows, proposer, graphs, recorder, grammars, drafter)
+    states = _create_states(rank, model, drafter)
+    return RankParts(model, forward, windows, proposer, graphs, recorder, grammars, drafter, states)
+
+
+def _create_states(rank: Rank, model: CausalLM, drafter: Drafter) -> StatePool:
+    """Raises:
+    ConfigError: when states are to be kept that there are not.
+    """
+    cache, scheduler = rank.config.cache, rank.config.scheduler
+    layers, slots = recurrent_layers(model), cache.state_slots
+    if slots is not None and not layers:
+        raise ConfigError(f"--state-slots {slots}: {rank.source.name} has no recurrent states")
+    if not cache.enable_prefix_caching or not layers:
+        slots = 0
+    elif not scheduler.enable_chunked_prefill:
+        if slots:
+            raise ConfigError(f"--state-slots {slots} needs --enable-chunked-prefill")
+        slots = 0
+    elif slots is None:
+        slots = DEFAULT_STATE_SLOTS
+    if layers and rank.groups.is_first:
+        logger.info(
+            "%d recurrent states are kept for prefix caching%s",
+            slots,
+            "" if slots else ": it is off",
+        )
+    device = rank.context.device
+    return StatePool(layers, scheduler.max_num_seqs, drafter.max_drafts, device, slots)
 
 
 def blocks_of_steps(rank: Rank) -> int:

@@ -33,6 +33,11 @@ from atom.messages import (
     check_request,
 )
 from atom.model_engine.block_pool import BlockPool
+from atom.model_engine.scheduling.checkpoints import (
+    Checkpoints,
+    StatefulKVCacheManager,
+    StatefulPrefixCache,
+)
 from atom.model_engine.scheduling.in_flight import InFlight
 from atom.model_engine.scheduling.kv_cache_manager import KVCacheManager
 from atom.model_engine.scheduling.planned_batch import PlannedBatch
@@ -427,6 +432,9 @@ def _create_caches(
 ) -> tuple[PrefixCache, KVCacheManager, WindowPool | None]:
     """What gives blocks to sequences; the pool of layers with a window if they have one."""
     successor = lookahead.kv_depends_on_successor
+    if limits.state_slots:
+        kept = StatefulPrefixCache(pool, successor, Checkpoints(limits.state_slots))
+        return kept, StatefulKVCacheManager(pool, kept, num_rows, lookahead), None
     if limits.window is None:
         plain = PrefixCache(pool, successor)
         return plain, KVCacheManager(pool, plain, num_rows, lookahead), None

@@ -90,6 +90,11 @@ class Sequence:
         num_published: leading blocks of the table that are published or came from the prefix cache.
         windowed: the range of its blocks whose parts for layers with a window it holds.
         new_windows: parts that the runner was not told of, as in `ScheduledSequence`.
+        shared_tokens: leading tokens whose blocks were in the prefix cache when it was looked up
+            last, where a model has recurrent states: some may have none.
+        load_state: the slot of the state that it starts from, until the runner is told.
+        states_to_keep: slots reserved for the states behind so many tokens.
+        kept_states: those of them that a launched step writes, until it is known to be computed.
         prompt_logprobs: those collected so far, None for the first token; None when not requested
             or already delivered.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
@@ -117,6 +122,10 @@ class Sequence:
     num_published: int = 0
     windowed: range = range(0)
     new_windows: dict[int, int] | None = None
+    shared_tokens: int = 0
+    load_state: int | None = None
+    states_to_keep: dict[int, int] = field(default_factory=dict)
+    kept_states: dict[int, int] = field(default_factory=dict)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
@@ -168,12 +177,28 @@ class Sequence:
             before: the newest launched step.
         """
         known = self.most_known
+        most = self.cut_for_states(most)
         count = known - self.most_computed
         if count > most:
             return most, 0
         # If all drafts are accepted, the bonus token must still fit in max_num_tokens.
         room = self.max_num_tokens - known - 1
         return count, max(min(self.num_drafts(before), most - count, room), 0)
+
+    def cut_for_states(self, count: int) -> int:
+        """How many of its next `count` tokens a step computes, so that it ends where its recurrent
+        state is kept.
+        """
+        start = self.most_computed
+        ends = [end for end in self.states_to_keep if start < end < start + count]
+        return min(ends) - start if ends else count
+
+    def keep_state_behind(self, end: int) -> int | None:
+        """The slot for the state behind `end` tokens, which a step will write; None for none."""
+        slot = self.states_to_keep.pop(end, None)
+        if slot is not None:
+            self.kept_states[end] = slot
+        return slot
 
     def must_wait(self, drafts: bool) -> bool:
         """Whether the host must know its last token before the step that samples the next.

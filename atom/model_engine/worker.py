@@ -10,11 +10,10 @@ from atom.batch import LaunchedStep, RankStep, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.distributed.parallel_state import ALONE, ParallelGroups
 from atom.distributed.stages import Stages
-from atom.kv_cache.state_pool import recurrent_layers
 from atom.messages import EngineLimits, WindowLimits
 from atom.model_engine.expert_ranks import has_spread_experts
 from atom.model_engine.rank import Rank, dtype_name, take_device
-from atom.model_engine.rank_parts import ProposerFactory, build_parts
+from atom.model_engine.rank_parts import ProposerFactory, RankParts, build_parts
 from atom.model_engine.runner_parts import create_runner, create_watch
 from atom.model_engine.start_up.cpu_threads import take_threads
 from atom.model_engine.start_up.kv_memory import allocate_kv_cache, fit_context
@@ -23,7 +22,6 @@ from atom.model_engine.start_up.warm_up import warm_up
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_ops.quant.summary import describe_weights
 from atom.model_ops.registry import OpTable
-from atom.models.base import CausalLM
 from atom.spec_decode.factory import create_proposer
 from atom.structured_output.cache import GrammarCache
 
@@ -82,7 +80,7 @@ class Worker:
             warm_up(rank, self.parts, self._runner, num_blocks)
         self.launcher = create_watch(rank, self.parts, self._runner, num_blocks)
         stages.begin("ready")
-        self.limits = _limits(rank, self.parts.model, num_blocks, window)
+        self.limits = _limits(rank, self.parts, num_blocks, window)
         self.depth = 2 if rank.overlaps else 1
         self.ops: OpTable = rank.context.ops
         self.inputs = self._runner.inputs
@@ -138,9 +136,9 @@ class Worker:
 
 
 def _limits(
-    rank: Rank, model: CausalLM, num_blocks: int, window: WindowLimits | None
+    rank: Rank, parts: RankParts, num_blocks: int, window: WindowLimits | None
 ) -> EngineLimits:
-    config, context = rank.config, rank.context
+    config, context, states = rank.config, rank.context, parts.states
     return EngineLimits(
         max_model_len=fit_context(rank, num_blocks),
         num_blocks=num_blocks,
@@ -148,9 +146,9 @@ def _limits(
         vocab_size=rank.vocab_size,
         max_logprobs=rank.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         kv_cache_dtype=dtype_name(rank.storage),
-        weights=describe_weights(model, rank.source.quantization),
+        weights=describe_weights(parts.model, rank.source.quantization),
         runs_on=f"{dtype_name(context.dtype)} on {context.ops.summary()}",
         synthetic_acceptance_length=config.synthetic_acceptance_length,
         window=window,
-        has_states=bool(recurrent_layers(model)),
+        state_slots=states.num_slots if states.has_layers else None,
     )

@@ -241,4 +241,7 @@ def test_bytes_of_published_models(
     row = layers * (state * (most_drafts + 1) + inputs) // num_ranks
     assert pool.row_bytes == row
     assert pool.num_bytes == 64 * row
-    assert f"64 x {row} = {64 * row} bytes" in pool.describe()
+    assert f"64 x {row} + 0 x " in pool.describe()
+    with_slots = StatePool(recurrent_layers(model), 63, most_drafts, context.device, 10)
+    slot = layers * (state + 2 * channels * 3) // num_ranks
+    assert with_slots.num_bytes == 64 * row + 10 * slot

@@ -59,8 +59,10 @@ class PlannedBatch:
             is_ahead,
             is_ahead and seq.drafts_after_next is not None,
             seq.new_windows,
+            seq.load_state,
+            seq.keep_state_behind(end) if not (is_ahead or num_drafts) else None,
         )
-        seq.new_windows = None
+        seq.new_windows = seq.load_state = None
         seq.launched.add(scheduled)
         # A prompt's last token may be as alone as a newest token is.
         self._num_decoding += is_last and count == 1 and start >= seq.num_prompt_tokens

@@ -12,7 +12,6 @@ from atom.config import ConfigError
 from atom.kv_cache.base import KVCacheMemoryError, WindowNeed, num_spare_blocks, plan_kv_cache
 from atom.kv_cache.builders import CacheBuilders, bind_kv_caches
 from atom.kv_cache.memory import check_room, kv_cache_budget
-from atom.kv_cache.state_pool import StatePool, recurrent_layers
 from atom.messages import WindowLimits
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank, dtype_name
@@ -85,15 +84,8 @@ def allocate_kv_cache(
 def create_builders(rank: Rank, parts: RankParts) -> CacheBuilders:
     """The caches of a rank's models."""
     drafts = parts.proposer.kv_cache_builders
-    device = rank.context.device
-    states = StatePool(
-        recurrent_layers(parts.model),
-        rank.config.scheduler.max_num_seqs,
-        parts.drafter.max_drafts,
-        device,
-    )
-    where = rank.config.cache.block_size, rank.storage, device
-    return CacheBuilders.of(parts.model, parts.windows, drafts, states, *where)
+    where = rank.config.cache.block_size, rank.storage, rank.context.device
+    return CacheBuilders.of(parts.model, parts.windows, drafts, parts.states, *where)
 
 
 def window_need(rank: Rank, builders: CacheBuilders) -> WindowNeed | None:
