@@ -97,6 +97,11 @@ def list_or_string(value: Any) -> str:
     return "<list>" if isinstance(value, list) else "<string>"
 
 
+def object_or_string(value: Any) -> str:
+    """The tag, "<object>" or "<string>", of a union of these two."""
+    return "<object>" if isinstance(value, dict) else "<string>"
+
+
 def _whole_number(value: Any) -> Any:
     """16.0 is 16, and -1 is no limit: so some clients write them."""
     if isinstance(value, float) and value.is_integer():
@@ -265,7 +270,10 @@ class ImagePart(ApiModel):
     """An image by its URL, which may hold its data."""
 
     type: Literal["image_url"]
-    image_url: str | ImageUrl
+    image_url: Annotated[
+        Annotated[str, Tag("<string>")] | Annotated[ImageUrl, Tag("<object>")],
+        Discriminator(object_or_string),
+    ]
 
     @property
     def url(self) -> str:
