@@ -16,6 +16,7 @@ import pytest
 import torch
 from lone_rank import lone_rank
 from models import checkpoints
+from models.families import write_family
 from spec_decode import draft_bench
 from spec_decode.engines import EAGLE_DRAFTS
 from torch.overrides import TorchFunctionMode
@@ -158,7 +159,13 @@ def padding(bucket: Bucket, query_len: int, plan: GraphPlan) -> ModelInput:
     )
 
 
-@pytest.mark.parametrize("make", [checkpoints.llama, checkpoints.qwen3, checkpoints.deepseek_v3])
+def glm_moe_dsa(folder: Path, **fields: Any) -> checkpoints.Checkpoint:
+    return write_family("glm_moe_dsa", folder, **fields)
+
+
+@pytest.mark.parametrize(
+    "make", [checkpoints.llama, checkpoints.qwen3, checkpoints.deepseek_v3, glm_moe_dsa]
+)
 def test_a_target_asks_the_device_for_nothing(
     make: Make, on_no_device: LayerContext, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,16 @@ from models.families import write_family
 from models.harness import ModelBench
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from spec_decode import engines
 from spec_decode.mtp_reference import add_mtp_layers
 from spec_decode.test_mtp import load as load_mtp_layers
+from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from atom.config import ConfigError
+from atom.kv_cache.base import KVCachePlan
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
+from atom.model_engine.start_up import kv_memory
 from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 from atom.model_ops.attention.sparse import Indexer
 from atom.model_ops.kernels.native.build import native_build
@@ -164,6 +169,47 @@ def test_planted_faults_are_found(
         monkeypatch.setattr(torch_mla, "mla_cache_write", write_nothing)
         monkeypatch.setenv("ATOM_OP_MLA_CACHE_WRITE", "native")
     assert close(ModelBench(tmp_path).run(tokens, [20, 5]), expected) == (fault == "none")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: Tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    return engines.write_target("glm_moe_dsa", folder, byte_level_tokenizer, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("how", "method", "overlap"),
+    [
+        ("recorded", "mtp", False),
+        ("recorded", "mtp", True),
+        ("recorded", "suffix", True),
+        ("op by op", "mtp", True),
+        ("by torch", "mtp", False),
+        ("8 bits", "mtp", False),
+        ("preempted", "mtp", True),
+        ("preempted", "suffix", False),
+    ],
+)
+def test_drafts_change_no_token(
+    target: Path, how: str, method: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In contexts of up to five times as many tokens as are chosen."""
+    options: dict[str, Any] = {"overlap": overlap, "max_num_batched_tokens": 32}
+    if how == "op by op":
+        options["enforce_eager"] = True
+    if how == "by torch":
+        by_torch(monkeypatch)
+    if how == "8 bits":
+        options["kv_cache_dtype"] = "fp8"
+    prompts, sampling = engines.PROMPTS[4:12], engines.params("top-p", max_tokens=16)
+    expected = engines.generate(engines.create_engine(target, **options), sampling, prompts)
+    if how == "preempted":
+        monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(34, 0))
+    drafting = engines.create_engine(target, method=method, num_speculative_tokens=3, **options)
+    assert engines.generate(drafting, sampling, prompts) == expected
+    stats = drafting.engine.core.stats  # type: ignore[attr-defined]
+    assert stats.spec_decode.num_drafts > 0
+    assert (stats.num_preemptions > 0) == (how == "preempted")
 
 
 def test_keys_have_the_models_dtype_in_a_cache_of_8_bits(

@@ -22,7 +22,7 @@ METHODS = {
     "deepseek_v3": ["mha", "mla", "suffix", "mtp", "peagle", *BLOCK, "model"],
     "kimi_k25": ["kimi", "dspark"],
     "deepseek_v32": ["mtp", "suffix"],
-    "glm_moe_dsa": ["mha", "mtp"],
+    "glm_moe_dsa": ["mha"],
 }
 ONE_PASS = ("peagle", "kimi", *BLOCK)
 

@@ -215,7 +215,6 @@ CASES = (
     _scores_case(64, 4, 16),
     _scores_case(32, 512, 64),
     _decode_case(128, 1, _BF16, 64, 1),
-    _decode_case(16, 1, "fp8", 64, 1),
     _write_case(_BF16),
     _write_case("fp8"),
     _absorb_case(8, 64, 128, is_step=True),
