@@ -5,7 +5,6 @@ Source of names: the published checkpoint; of computation: transformers' `kimi_k
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 
 _CHANNELS = 3
 _EPS = 1e-5
-# The published processor's limit.
-_MOST_PATCHES = 16384
+# The published processor's limits, of an image and of its side; then it is padded.
+_MOST_PATCHES, _MOST_ALONG = 16384, 512
 
 
 @dataclass(frozen=True)
@@ -229,9 +228,9 @@ class KimiImageEncoder(ImageEncoder):
         return out
 
     def largest_input(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        side, patch = math.isqrt(_MOST_PATCHES), self._sizes.patch
-        side -= side % self._sizes.merge
-        return (side * side, _CHANNELS, patch, patch), (side, side)
+        patch, merge = self._sizes.patch, self._sizes.merge
+        rows, columns = _MOST_ALONG, _MOST_PATCHES // _MOST_ALONG + merge
+        return (rows * columns, _CHANNELS, patch, patch), (rows, columns)
 
     def _turns(self, height: int, width: int, device: torch.device) -> torch.Tensor:
         """[height * width, 1, d / 2] complex; pairs turn by columns and by rows in turns."""
