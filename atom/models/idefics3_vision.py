@@ -5,7 +5,6 @@ Source of names and computation: transformers' `idefics3`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,16 +12,14 @@ from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.linear import MergedReplicatedLinear, ReplicatedLinear
-from atom.model_ops.quant.base import UnquantizedConfig
 from atom.models.layers.vision import (
     ImageEncoder,
     PatchProjection,
+    VisionLinear,
     VisionNorm,
     attend,
     feed,
     gelu_of,
-    linear,
 )
 
 if TYPE_CHECKING:
@@ -71,28 +68,29 @@ class SiglipEmbeddings(nn.Module):
 
 
 class SiglipAttention(nn.Module):
-    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
         size = config.hidden_size
-        shards = dict.fromkeys(("q_proj", "k_proj", "v_proj"), size)
-        self.qkv_proj = MergedReplicatedLinear(size, shards, True, context, f"{prefix}.qkv_proj")
-        self.out_proj = linear(size, size, context, f"{prefix}.out_proj")
+        self.q_proj = VisionLinear(size, size, context)
+        self.k_proj = VisionLinear(size, size, context)
+        self.v_proj = VisionLinear(size, size, context)
+        self.out_proj = VisionLinear(size, size, context)
         self._heads: int = config.num_attention_heads
 
-    def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        """[n * patches, hidden] -> the same shape; `count` is n."""
-        rows = self.qkv_proj(x).view(count, len(x) // count, 3, self._heads, -1)
-        q, k, v = rows.unbind(-3)
-        out: torch.Tensor = self.out_proj(attend(q, k, v).flatten(0, 1))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, patches, hidden] -> the same shape."""
+        by_head = (*x.shape[:-1], self._heads, -1)
+        q, k, v = (m(x).view(by_head) for m in (self.q_proj, self.k_proj, self.v_proj))
+        out: torch.Tensor = self.out_proj(attend(q, k, v))
         return out
 
 
 class SiglipMLP(nn.Module):
-    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
         sizes = config.hidden_size, config.intermediate_size
-        self.fc1 = linear(*sizes, context, f"{prefix}.fc1")
-        self.fc2 = linear(*sizes[::-1], context, f"{prefix}.fc2")
+        self.fc1 = VisionLinear(*sizes, context)
+        self.fc2 = VisionLinear(*sizes[::-1], context)
         self._gelu = gelu_of(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,62 +100,57 @@ class SiglipMLP(nn.Module):
 class SiglipLayer(nn.Module):
     """Attention within each tile and an MLP, with pre-norms."""
 
-    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.layer_norm_eps
         self.layer_norm1 = VisionNorm(size, eps, context)
-        self.self_attn = SiglipAttention(config, context, f"{prefix}.self_attn")
+        self.self_attn = SiglipAttention(config, context)
         self.layer_norm2 = VisionNorm(size, eps, context)
-        self.mlp = SiglipMLP(config, context, f"{prefix}.mlp")
+        self.mlp = SiglipMLP(config, context)
 
-    def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        x = x + self.self_attn(self.layer_norm1(x), count)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attn(self.layer_norm1(x))
         out: torch.Tensor = x + self.mlp(self.layer_norm2(x))
         return out
 
 
 class SiglipTower(nn.Module):
-    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
         self.embeddings = SiglipEmbeddings(config, context)
-        layers = (
-            SiglipLayer(config, context, f"{prefix}.encoder.layers.{i}")
-            for i in range(config.num_hidden_layers)
-        )
+        layers = (SiglipLayer(config, context) for i in range(config.num_hidden_layers))
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.post_layernorm = VisionNorm(config.hidden_size, config.layer_norm_eps, context)
 
     def forward(self, tiles: torch.Tensor) -> torch.Tensor:
-        """[n, channels, side, side] -> [n * patches, hidden]."""
-        x = self.embeddings(tiles).flatten(0, 1)
+        """[n, channels, side, side] -> [n, patches, hidden]."""
+        x = self.embeddings(tiles)
         for layer in self.encoder["layers"].children():
-            x = layer(x, len(tiles))
+            x = layer(x)
         out: torch.Tensor = self.post_layernorm(x)
         return out
 
 
 class Idefics3Projection(nn.Module):
-    def __init__(self, inputs: int, outputs: int, context: LayerContext, prefix: str) -> None:
+    def __init__(self, inputs: int, outputs: int, context: LayerContext) -> None:
         super().__init__()
-        self.proj = ReplicatedLinear(inputs, outputs, False, context, f"{prefix}.proj")
+        self.proj = VisionLinear(inputs, outputs, context, bias=False)
 
 
 class Idefics3Connector(nn.Module):
     """A square of patches becomes a row of the text network."""
 
-    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
         self._scale: int = config.scale_factor
         inputs = config.vision_config.hidden_size * self._scale**2
         outputs = config.get_text_config().hidden_size
-        self.modality_projection = Idefics3Projection(
-            inputs, outputs, context, f"{prefix}.modality_projection"
-        )
+        self.modality_projection = Idefics3Projection(inputs, outputs, context)
 
     def forward(self, x: torch.Tensor, side: int) -> torch.Tensor:
-        """[n * side * side, hidden] -> [n * side * side / scale^2, output]."""
+        """[n, side * side, hidden] -> [n * side * side / scale^2, output]."""
         scale, along = self._scale, side // self._scale
-        squares = x.view(-1, scale, along, scale * x.shape[1]).transpose(1, 2)
+        squares = x.reshape(-1, scale, along, scale * x.shape[-1]).transpose(1, 2)
         rows = squares.flatten(2).flatten(0, 1)
         out: torch.Tensor = self.modality_projection.proj(rows)
         return out
@@ -181,9 +174,8 @@ class Idefics3ImageEncoder(ImageEncoder):
                 f"tiles of image_size={size} do not divide into squares of scale_factor={scale} "
                 f"patches of patch_size={patch}"
             )
-        context = replace(context, quant=UnquantizedConfig())
-        self.vision_model = SiglipTower(vision, context, "model.vision_model")
-        self.connector = Idefics3Connector(config, context, "model.connector")
+        self.vision_model = SiglipTower(vision, context)
+        self.connector = Idefics3Connector(config, context)
         self._side = size // patch
         self._tile = (int(vision.num_channels), size, size)
 

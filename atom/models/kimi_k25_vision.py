@@ -5,7 +5,7 @@ Source of names: the published checkpoint; of computation: transformers' `kimi_k
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,15 +14,14 @@ from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.quant.base import UnquantizedConfig
 from atom.models.layers.vision import (
     ImageEncoder,
     PatchProjection,
+    VisionLinear,
     VisionNorm,
     attend,
     feed,
     gelu_of,
-    linear,
 )
 
 if TYPE_CHECKING:
@@ -122,12 +121,10 @@ class KimiPatchEmbedding(nn.Module):
 
 
 class KimiVisionMLP(nn.Module):
-    def __init__(
-        self, sizes: KimiVisionSizes, gelu: str, context: LayerContext, prefix: str
-    ) -> None:
+    def __init__(self, sizes: KimiVisionSizes, gelu: str, context: LayerContext) -> None:
         super().__init__()
-        self.fc0 = linear(sizes.hidden, sizes.intermediate, context, f"{prefix}.fc0")
-        self.fc1 = linear(sizes.intermediate, sizes.hidden, context, f"{prefix}.fc1")
+        self.fc0 = VisionLinear(sizes.hidden, sizes.intermediate, context)
+        self.fc1 = VisionLinear(sizes.intermediate, sizes.hidden, context)
         self._gelu = gelu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -137,34 +134,32 @@ class KimiVisionMLP(nn.Module):
 class KimiVisionBlock(nn.Module):
     """Attention and MLP with pre-norms; neighbouring elements of a head rotate together."""
 
-    def __init__(
-        self, sizes: KimiVisionSizes, gelu: str, context: LayerContext, prefix: str
-    ) -> None:
+    def __init__(self, sizes: KimiVisionSizes, gelu: str, context: LayerContext) -> None:
         super().__init__()
         self.norm0 = VisionNorm(sizes.hidden, _EPS, context)
         self.norm1 = VisionNorm(sizes.hidden, _EPS, context)
-        self.wqkv = linear(sizes.hidden, 3 * sizes.hidden, context, f"{prefix}.wqkv")
-        self.wo = linear(sizes.hidden, sizes.hidden, context, f"{prefix}.wo")
-        self.mlp = KimiVisionMLP(sizes, gelu, context, f"{prefix}.mlp")
+        self.wqkv = VisionLinear(sizes.hidden, 3 * sizes.hidden, context)
+        self.wo = VisionLinear(sizes.hidden, sizes.hidden, context)
+        self.mlp = KimiVisionMLP(sizes, gelu, context)
         self._heads = sizes.heads
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         """[N, hidden] -> [N, hidden]; `turns` [N, 1, d / 2] complex."""
         q, k, v = self.wqkv(self.norm0(x)).view(len(x), 3, self._heads, -1).unbind(1)
-        x = x + self.wo(attend(_rotate(q, turns), _rotate(k, turns), v))
+        q, k = _rotate(q, turns), _rotate(k, turns)
+        x = x + self.wo(attend(q[None], k[None], v[None])[0])
         out: torch.Tensor = x + self.mlp(self.norm1(x))
         return out
 
 
 class KimiVisionEncoder(nn.Module):
     def __init__(
-        self, config: PretrainedConfig, sizes: KimiVisionSizes, context: LayerContext, prefix: str
+        self, config: PretrainedConfig, sizes: KimiVisionSizes, context: LayerContext
     ) -> None:
         super().__init__()
         gelu = gelu_of(config.vision_config)
         self.blocks = nn.ModuleList(
-            KimiVisionBlock(sizes, gelu, context, f"{prefix}.blocks.{i}")
-            for i in range(sizes.layers)
+            KimiVisionBlock(sizes, gelu, context) for i in range(sizes.layers)
         )
         self.final_layernorm = VisionNorm(sizes.hidden, _EPS, context)
 
@@ -177,24 +172,24 @@ class KimiVisionEncoder(nn.Module):
 
 class KimiVisionTower(nn.Module):
     def __init__(
-        self, config: PretrainedConfig, sizes: KimiVisionSizes, context: LayerContext, prefix: str
+        self, config: PretrainedConfig, sizes: KimiVisionSizes, context: LayerContext
     ) -> None:
         super().__init__()
         self.patch_embed = KimiPatchEmbedding(sizes, context)
-        self.encoder = KimiVisionEncoder(config, sizes, context, f"{prefix}.encoder")
+        self.encoder = KimiVisionEncoder(config, sizes, context)
 
 
 class KimiProjector(nn.Module):
     """From a square of patches to a row of the text network."""
 
-    def __init__(self, sizes: KimiVisionSizes, context: LayerContext, prefix: str) -> None:
+    def __init__(self, sizes: KimiVisionSizes, context: LayerContext) -> None:
         super().__init__()
         merged = sizes.hidden * sizes.merge**2
         self.pre_norm = VisionNorm(sizes.hidden, sizes.projector_eps, context)
         self.proj = nn.ModuleDict(
             {
-                "0": linear(merged, merged, context, f"{prefix}.proj.0"),
-                "2": linear(merged, sizes.output, context, f"{prefix}.proj.2"),
+                "0": VisionLinear(merged, merged, context),
+                "2": VisionLinear(merged, sizes.output, context),
             }
         )
 
@@ -211,10 +206,8 @@ class KimiImageEncoder(ImageEncoder):
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
         sizes = KimiVisionSizes.of(config)
-        # Publishers leave towers out when they quantise, whether or not their files list it.
-        context = replace(context, quant=UnquantizedConfig())
-        self.vision_tower = KimiVisionTower(config, sizes, context, "vision_tower")
-        self.mm_projector = KimiProjector(sizes, context, "mm_projector")
+        self.vision_tower = KimiVisionTower(config, sizes, context)
+        self.mm_projector = KimiProjector(sizes, context)
         self._sizes = sizes
 
     def forward(self, pixels: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
