@@ -386,18 +386,22 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "causal_conv": (
         invariant("native.recurrent:causal_conv"),
+        invariant("triton.recurrent:causal_conv"),
         invariant("torch.recurrent:causal_conv"),
     ),
     "delta_gates": (
         invariant("native.recurrent:delta_gates"),
+        invariant("triton.recurrent:delta_gates"),
         invariant("torch.recurrent:delta_gates"),
     ),
     "delta_rule": (
         invariant("native.recurrent:delta_rule"),
+        invariant("triton.recurrent:delta_rule", "triton.recurrent:refuses_delta"),
         invariant("torch.recurrent:delta_rule"),
     ),
     "gated_rms_norm": (
         invariant("native.recurrent:gated_rms_norm"),
+        invariant("triton.recurrent:gated_rms_norm"),
         invariant("torch.recurrent:gated_rms_norm"),
     ),
     "embedding": (

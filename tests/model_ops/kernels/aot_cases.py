@@ -17,6 +17,7 @@ import aot_cases_mla
 import aot_cases_moe
 import aot_cases_quant
 import aot_cases_quant_experts
+import aot_cases_recurrent
 import aot_cases_rope_cache
 import aot_cases_steps
 from aot_case import PLATFORMS, Case
@@ -30,6 +31,7 @@ CASES: tuple[Case, ...] = (
     *aot_cases_moe.CASES,
     *aot_cases_quant.CASES,
     *aot_cases_quant_experts.CASES,
+    *aot_cases_recurrent.CASES,
     *aot_cases_rope_cache.CASES,
     *aot_cases_steps.CASES,
 )
