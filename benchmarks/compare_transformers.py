@@ -5,17 +5,21 @@ the prompt's tokens over the time to the first token. Medians over the rounds ar
 
 python benchmarks/compare_transformers.py
 python benchmarks/compare_transformers.py --dtype float32 --rounds 5 --cases decode-1 prefill
+python benchmarks/compare_transformers.py --random-model qwen3-next-200m
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from _random_models import SHAPES, write_random_model
 
 from atom.bench.report import (
     DEFAULT_CONVERSATIONS,
@@ -178,7 +182,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="folder, .gguf or hub id; the embedded model when omitted")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", help="folder, .gguf or hub id; the embedded model when omitted")
+    model.add_argument("--random-model", choices=SHAPES, help="of this shape, with random weights")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
@@ -237,6 +243,13 @@ def to_markdown(results: list[dict[str, Any]], facts: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.random_model is not None:
+            args.model = str(write_random_model(args.random_model, Path(folder)))
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
     llm, engines = make_engines(args)
     results = []
     for case in make_cases(llm, args):
