@@ -237,6 +237,9 @@ def test_gelu_and_factors(dtype: torch.dtype, size: int) -> None:
         factors = random(rows, 1, dtype=dtype, seed=1)
         gated = x.double() * factors.double().sigmoid()
         assert_near(elementwise.mul_sigmoid(x.clone(), factors), gated, dtype)
+        wide = random(rows, 2 * size, dtype=dtype, seed=2)
+        gated = x.double() * wide.double().sigmoid()
+        assert_near(elementwise.mul_sigmoid(x.clone(), wide), gated, dtype)
         assert elementwise.scale(x, 0.3) is x
         assert_near(x, exact, dtype)
 

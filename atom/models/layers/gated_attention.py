@@ -39,9 +39,8 @@ class GatedAttention(Qwen3Attention):
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
         gated, k, v = self.qkv_proj.split(self.qkv_proj(x))
-        q, gate = self.prepare_queries(gated[:, ::2]), gated[:, 1::2]
+        q, gate = self.prepare_queries(gated[:, ::2]), gated[:, 1::2].flatten(1)
         attended = self.attn(q, self.prepare_keys(k), v, positions, metadata, rotary)
-        # The op takes a gate for each row.
-        self._mul_sigmoid(attended.view(-1, 1), gate.reshape(-1, 1))
+        self._mul_sigmoid(attended.view(gate.shape), gate)
         out: torch.Tensor = self.o_proj(attended)
         return out

@@ -18,7 +18,7 @@ _gelu = Kernels("gelu_and_mul", "2P4q")
 _add = Kernels("add", "2P2q")
 _scale = Kernels("scale", "1P1qdq")
 _softcap = Kernels("softcap", "1P1qdq")
-_mul_sigmoid = Kernels("mul_sigmoid", "2P3q")
+_mul_sigmoid = Kernels("mul_sigmoid", "2P4q")
 _scale_by_position = Kernels("scale_by_position", "3P5q")
 _rope = Kernels("rope", "6P12q")
 
@@ -142,12 +142,13 @@ def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, size] * sigmoid(gate [T, 1]) in the memory of x, which is returned."""
+    """x [T, size] * sigmoid(gate [T, 1 or size]) in the memory of x, which is returned."""
     rows, size = x.shape
     is_whole = x.is_contiguous() and gate.is_contiguous()
-    if not is_whole or gate.shape != (rows, 1) or gate.dtype is not x.dtype:
+    if not is_whole or gate.shape not in ((rows, 1), (rows, size)) or gate.dtype is not x.dtype:
         raise mismatch("mul_sigmoid", x=x, gate=gate)
-    _mul_sigmoid(x.dtype, x.data_ptr(), gate.data_ptr(), rows, size, num_threads())
+    gates = gate.shape[1]
+    _mul_sigmoid(x.dtype, x.data_ptr(), gate.data_ptr(), rows, size, gates, num_threads())
     return x
 
 

@@ -164,7 +164,7 @@ def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def mul_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, size] * sigmoid(gate [T, 1]) in the memory of x, which is returned."""
+    """x [T, size] * sigmoid(gate [T, 1 or size]) in the memory of x, which is returned."""
     return x.mul_(gate.sigmoid())
 
 

@@ -207,8 +207,8 @@ int64_t softcap(const ScaleArgs& a) {
 
 struct GatedRowsArgs {
   void* x;           // [rows, size], the products afterwards
-  const void* gate;  // [rows]
-  int64_t rows, size, threads;
+  const void* gate;  // [rows, gates]
+  int64_t rows, size, gates, threads;  // gates: size, or 1 for a whole row
 };
 
 template <class T>
@@ -217,10 +217,17 @@ int64_t mul_sigmoid(const GatedRowsArgs& a) {
   run_shares(a.rows, threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       T* x = static_cast<T*>(a.x) + row * a.size;
-      const float gate = load_one(static_cast<const T*>(a.gate) + row);
-      const float factor = 1.0f / (1.0f + std::exp(-gate));
-      for (int64_t i = 0; i < a.size; i += kLanes) {
-        store_rounded_some(x + i, load_some(x + i, a.size - i) * factor, a.size - i);
+      const T* gate = static_cast<const T*>(a.gate) + row * a.gates;
+      if (a.gates == 1) {
+        const float factor = 1.0f / (1.0f + std::exp(-load_one(gate)));
+        for (int64_t i = 0; i < a.size; i += kLanes) {
+          store_rounded_some(x + i, load_some(x + i, a.size - i) * factor, a.size - i);
+        }
+      } else {
+        for (int64_t i = 0; i < a.size; i += kLanes) {
+          const vfloat factor = 1.0f / (exp(-load_some(gate + i, a.size - i)) + 1.0f);
+          store_rounded_some(x + i, load_some(x + i, a.size - i) * factor, a.size - i);
+        }
       }
     }
   });
