@@ -91,6 +91,14 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bit by bit with C++ kernels; torch's exponentials hang on where a number lies."""
+    if native_build().reason is None:
+        assert torch.equal(found, expected)
+    else:
+        assert_close(found, expected)
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_logits_in_every_split(hybrids: Hybrids, name: str) -> None:
     checkpoint = hybrids.checkpoint(name)
@@ -116,7 +124,7 @@ def test_chunks_may_end_anywhere(hybrids: Hybrids, name: str) -> None:
     tokens = prompt(14, seed=2)
     whole = bench.run(tokens, [14], "whole")
     for first in range(1, 14):
-        assert_close(bench.run(tokens, [first, 14], str(first)), whole)
+        assert_same(bench.run(tokens, [first, 14], str(first)), whole)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -270,7 +278,7 @@ def test_verified_tokens_are_single_ones(hybrids: Hybrids, name: str) -> None:
     bench = ModelBench(hybrids.checkpoint(name).folder, most_drafts=K)
     tokens = prompt(22, seed=7)
     expected = bench.run(tokens, [9, 1], "single")
-    assert_close(rejecting(bench, tokens), expected)
+    assert_same(rejecting(bench, tokens), expected)
 
 
 def rejecting(bench: ModelBench, tokens: list[int]) -> torch.Tensor:
