@@ -107,7 +107,9 @@ def _replaced(
         if not is_opposite:
             refuse(f"{said}: {entry.says}")
         _log.warning("%s is what happens here anyway", said)
-    elif (ours := _opposite(entry.says) if is_opposite else entry.says) not in known:
+    elif is_opposite and "=" in entry.says:
+        _log.warning("%s is what happens here anyway", said)
+    elif (ours := _opposite(entry.says) if is_opposite else entry.says).split("=")[0] not in known:
         refuse(f"{said} is {ours}, which is not for this program")
     elif not values:
         yield ours

@@ -39,8 +39,8 @@ class ForeignFlag:
     Attributes:
         names: its spellings, in kebab case.
         engine: whose it is.
-        says: for `SAME` our flag, else one phrase: why it is not needed, or what is missing and
-            what to do.
+        says: for `SAME` our flag, or `FLAG=VALUE` for a switch; else one phrase: why it is not
+            needed, or what is missing and what to do.
         harmless: values that ask for what happens here anyway, and are accepted.
     """
 
@@ -114,6 +114,7 @@ _VLLM = [
     _same(VLLM, "--spec-tokens", "--num-speculative-tokens"),
     _same(VLLM, "--allowed-origins", "--cors-allow-origin", _SEVERAL),
     _same(VLLM, "--allowed-media-domains", "--allowed-media-hosts", _SEVERAL),
+    _same(VLLM, "--language-model-only", "--limit-mm-per-prompt=image=0", _NOTHING),
     _same(VLLM, "--kv-cache-memory-bytes", "--kv-cache-memory"),
     _same(VLLM, "--async-scheduling", "--overlap", _NOTHING),
     _same(VLLM, "--no-async-scheduling", "--no-overlap", _NOTHING),
@@ -128,8 +129,8 @@ _VLLM = [
     *_needless(
         VLLM,
         _IMAGES,
-        "--language-model-only --skip-mm-profiling --interleave-mm-strings "
-        "--disable-mm-preprocessor-cache --disable-chunked-mm-input",
+        "--skip-mm-profiling --interleave-mm-strings --disable-mm-preprocessor-cache "
+        "--disable-chunked-mm-input",
         _NOTHING,
     ),
     *_needless(
