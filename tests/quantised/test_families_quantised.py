@@ -5,32 +5,54 @@ the same model in numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models import checkpoints
 from models.families import FAMILIES, write_family
+from models.hybrids import HYBRIDS, write_hybrid
 from quantised import test_awq, test_gptq
 from quantised.compressed import FORMATS
 from quantised.packing import Pack, Packed, assert_same_model, quantised
 
 from atom.models.registry import model_types
 
-# Modules that are never quantised: heads, routers, gates of a shared expert, indexers.
-_PLAIN = ("lm_head", ".gate", ".shared_expert_gate", ".router")
-_IGNORED = ["lm_head", "re:.*\\.gate$", "re:.*\\.shared_expert_gate$", "re:.*\\.indexer\\..*"]
+# Modules that are never quantised: heads, routers, gates of a shared expert, indexers; and what has
+# fewer numbers than the formats have codes, here.
+_PLAIN = (
+    "lm_head",
+    ".gate",
+    ".shared_expert_gate",
+    ".router",
+    ".in_proj_a",
+    ".in_proj_b",
+    ".b_proj",
+)
+_IGNORED = [
+    *("lm_head", "re:.*\\.gate$", "re:.*\\.shared_expert_gate$", "re:.*\\.indexer\\..*"),
+    *("re:.*\\.in_proj_[ab]$", "re:.*\\.b_proj$"),
+]
+# By model types: what `write_hybrid` calls them.
+_HYBRIDS = {
+    "qwen3_next": "qwen3_next",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "kimi_linear": "kimi_linear",
+}
 _OTHERS: Mapping[str, Callable[..., checkpoints.Checkpoint]] = {
     "deepseek_v2": checkpoints.deepseek_v2,
     "deepseek_v3": checkpoints.deepseek_v3,
     "kimi_k2": checkpoints.kimi_k2,
     "kimi_k25": checkpoints.kimi_k25,
+    **{kind: partial(write_hybrid, name) for kind, name in _HYBRIDS.items()},
 }
 NAMES = [*(name for name in FAMILIES if "-" not in name), *_OTHERS]
-# Llama behind a tower, which is not quantised.
-_SEEING = {"idefics3", "smolvlm"}
-# Fused attention, fused MLPs, experts, renamed experts, latent attention.
-OFTEN = ("phi3", "qwen2_moe", "mixtral", "deepseek_v3")
+# One of the others beside a tower, which is not quantised or not read.
+_SEEING = {"idefics3", "smolvlm", "gemma3", "mistral3", "qwen3_5", "qwen3_5_moe"}
+# Fused attention, fused MLPs, experts, renamed experts, latent attention, recurrent states.
+OFTEN = ("phi3", "qwen2_moe", "mixtral", "deepseek_v3", "qwen3_next", "kimi_linear")
 
 
 def test_all_families_are_here() -> None:
@@ -89,5 +111,8 @@ _MOE = ("mlp", "block_sparse_moe")
 
 def _layers_of(name: str, count: int) -> dict[str, Any]:
     """Lists of a family's fields, cut to so many layers."""
-    fields = FAMILIES[name][1] if name in FAMILIES else {}
+    if name in _HYBRIDS:
+        fields = HYBRIDS[_HYBRIDS[name]][2]
+    else:
+        fields = FAMILIES[name][1] if name in FAMILIES else {}
     return {key: value[:count] for key, value in fields.items() if isinstance(value, list)}
