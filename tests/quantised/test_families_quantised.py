@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import checkpoints
+from models import checkpoints, transformers_families
 from models.families import FAMILIES, write_family
+from models.harness import ModelBench
 from models.hybrids import HYBRIDS, write_hybrid
 from quantised import test_awq, test_gptq
 from quantised.compressed import FORMATS
 from quantised.packing import Pack, Packed, assert_same_model, quantised
 
 from atom.models.registry import model_types
+from atom.models.transformers.model import TransformersForCausalLM
 
 # Modules that are never quantised: heads, routers, gates of a shared expert, indexers; and what has
 # fewer numbers than the formats have codes, here.
@@ -86,6 +88,17 @@ def test_compressed_tensors(name: str, form: str, tmp_path: Path) -> None:
         ignored.append("re:.*\\.experts.*")
     folder = write(name, tmp_path / "plain", num_hidden_layers=2, **_layers_of(name, 2))
     assert_same_model(*quantised(folder, {**config, "ignore": ignored}, but_plain(pack)))
+
+
+@pytest.mark.parametrize("form", ["int8 channel", "fp8 weight-only", "int8 zeros"])
+@pytest.mark.usefixtures("exact_activations")
+def test_families_of_transformers(form: str, tmp_path: Path) -> None:
+    """By its modelling code, with linear layers of ours."""
+    config, pack = FORMATS[form]
+    folder = transformers_families.write_family("arcee", tmp_path / "plain").folder
+    stored, dense = quantised(folder, {**config, "ignore": _IGNORED}, but_plain(pack))
+    assert isinstance(ModelBench(stored).model, TransformersForCausalLM)
+    assert_same_model(stored, dense)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "phi3", "qwen3_moe", "mixtral"])
