@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from atom.batch import ScheduledBatch
 from atom.kv_cache.base import KVCacheMemoryError
 from atom.kv_cache.paged import zeroed_pool
 from atom.model_ops.attention.recurrent_layer import RecurrentLayer, StatePart
+
+if TYPE_CHECKING:
+    from atom.batch import ScheduledBatch
 
 
 def recurrent_layers(model: nn.Module) -> list[RecurrentLayer]:

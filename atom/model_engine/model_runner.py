@@ -75,7 +75,7 @@ class ModelRunner:
         publish: called with what other ranks must do, after all that can fail because of a request
             and before the model runs; None when there are no others.
         carried: what passes from step to step on the device; None if steps do not overlap.
-        states: the target's recurrent states; None if they are not kept.
+        states: the target's recurrent states, if some are kept for prefix caching.
     """
 
     def __init__(

@@ -56,7 +56,8 @@ def create_runner(
     carried = _create_carried(rank, parts)
     inputs = _create_inputs(rank, parts, sampler, carried)
     steps = _create_steps(rank, parts, sampler, inputs)
-    return ModelRunner(inputs, steps, sampler, parts.drafter, publish, carried, parts.states)
+    states = parts.states if parts.states.num_slots else None
+    return ModelRunner(inputs, steps, sampler, parts.drafter, publish, carried, states)
 
 
 def create_watch(rank: Rank, parts: RankParts, runner: ModelRunner, num_blocks: int) -> Launcher:

@@ -177,7 +177,8 @@ class Sequence:
             before: the newest launched step.
         """
         known = self.most_known
-        most = self.cut_for_states(most)
+        if self.states_to_keep:
+            most = self.cut_for_states(most)
         count = known - self.most_computed
         if count > most:
             return most, 0

@@ -64,7 +64,7 @@ def test_messages(seeds: range) -> None:
 
 def test_a_place_that_is_none_is_no_other() -> None:
     """A negative one would be another's prompt."""
-    shared = wire.SharedRequest("a", -1, 0, 1, 0, "", 0.0, 0)
-    message = wire.AddRequests([[1]], [_PARAMS], [shared])
+    shared = wire.SharedRequest("a", -1, 0, 1, 0, "", 0.0, 0, 0)
+    message = wire.AddRequests([[1]], [_PARAMS], [()], [shared])
     with pytest.raises(wire.WireError, match="'a' names a prompt"):
         list(message.requests())

@@ -45,6 +45,16 @@ class Packed:
 Pack = Callable[[str, int, int], Packed | None]
 
 
+def but_the_tower(pack: Pack) -> Pack:
+    """Published checkpoints leave what makes rows of images as it is."""
+
+    def packed(module: str, out: int, columns: int) -> Packed | None:
+        is_tower = module.startswith(("vision_tower.", "mm_projector."))
+        return None if is_tower else pack(module, out, columns)
+
+    return packed
+
+
 def quantised(folder: Path, config: Mapping[str, Any], pack: Pack) -> tuple[Path, Path]:
     """Replace the matrices of a checkpoint -> its quantised form, and the same model in numbers.
 

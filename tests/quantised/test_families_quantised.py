@@ -16,7 +16,7 @@ from models.harness import ModelBench
 from models.hybrids import HYBRIDS, write_hybrid
 from quantised import test_awq, test_gptq
 from quantised.compressed import FORMATS
-from quantised.packing import Pack, Packed, assert_same_model, quantised
+from quantised.packing import Pack, Packed, assert_same_model, but_the_tower, quantised
 
 from atom.models.registry import model_types
 from atom.models.transformers.model import TransformersForCausalLM
@@ -69,11 +69,10 @@ def write(name: str, folder: Path, **fields: Any) -> Path:
 
 def but_plain(pack: Pack) -> Pack:
     def packed(module: str, out: int, columns: int) -> Packed | None:
-        if module.endswith(_PLAIN) or ".indexer." in module or "vision" in module:
-            return None
-        return None if "mm_projector" in module else pack(module, out, columns)
+        is_plain = module.endswith(_PLAIN) or ".indexer." in module
+        return None if is_plain else pack(module, out, columns)
 
-    return packed
+    return but_the_tower(packed)
 
 
 @pytest.mark.parametrize("form", ["int8 channel", "fp8 weight-only", "int8 zeros"])

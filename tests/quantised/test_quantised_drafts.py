@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import checkpoints
 from models.harness import load_model
-from quantised.packing import Packed, quantised
+from quantised.packing import Packed, but_the_tower, quantised
 from quantised.quark_schemes import (
     FP8,
     FP8_CHANNEL,
@@ -182,7 +182,7 @@ def quantise_target(kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast)
             return pack_mxfp4(out, columns)
         return None
 
-    return quantised(plain.folder, config, pack)[0]
+    return quantised(plain.folder, config, but_the_tower(pack))[0]
 
 
 @pytest.mark.parametrize(

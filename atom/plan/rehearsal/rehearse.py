@@ -378,6 +378,8 @@ def _bytes_read(model: CausalLM, top_k: int, rows: int) -> int:
     total = held_weight_bytes(model)
     if any(True for _ in model.output_head.parameters()):  # not the embedding's own
         total -= held_weight_bytes(model.token_embedding)
+    if model.image_encoder is not None:
+        total -= held_weight_bytes(model.image_encoder)
     for experts in (m for m in model.modules() if isinstance(m, FusedMoE)):
         held = held_weight_bytes(experts)
         visited = expected_visited(experts.num_experts, top_k, rows)

@@ -63,7 +63,7 @@ def running(write: Callable[[Path], None], folder: Path) -> Iterator[PoolingEngi
 
 
 def serving(engine: PoolingEngine) -> httpx.AsyncClient:
-    app = create_pooling_app(AsyncPoolingEngine(engine, None), OPTIONS)
+    app = create_pooling_app(AsyncPoolingEngine(engine), OPTIONS)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
