@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from atom.config import EngineConfig
+from atom.config import ConfigError, EngineConfig
 from atom.distributed.ordered import in_order
 from atom.distributed.parallel_state import ParallelGroups
 from atom.environment import keep_kernels
 from atom.kv_cache.base import storage_dtype
-from atom.model_engine.context_len import resolve_max_model_len
 from atom.model_engine.expert_ranks import expert_ranks
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.numa import bind_to_gpu
 from atom.platform import Platform, pci_address, select_platform
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +103,7 @@ def _create_context(
     text_config = source.hf_config.get_text_config()
     context = LayerContext.create(
         resolve_dtype(config.model.dtype, source),
-        resolve_max_model_len(text_config, config.model.max_model_len),
+        _resolve_max_model_len(text_config, config.model.max_model_len),
         platform,
         ranks,
         batch_invariant=config.batch_invariant,
@@ -113,6 +116,35 @@ def _create_context(
         experts=expert_ranks(config, groups, ranks),
         images=config.model.max_images > 0,
     )
+
+
+def _model_context_len(config: PretrainedConfig) -> int:
+    """The number of positions that the model config allows, including RoPE scaling.
+
+    `linear` and `dynamic` scaling multiply `max_position_embeddings`; in `yarn` and `llama3`
+    configs it is the scaled length already.
+    """
+    length = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}  # some models do not rotate
+    if rope.get("rope_type") in ("linear", "dynamic"):
+        length = int(length * rope["factor"])
+    return length
+
+
+def _resolve_max_model_len(config: PretrainedConfig, requested: int | None) -> int:
+    """The context length to serve: `requested`, or the model's limit if None.
+
+    Raises:
+        ConfigError: when more is requested than the model allows.
+    """
+    limit = _model_context_len(config)
+    if requested is None:
+        return limit
+    if requested > limit:
+        raise ConfigError(
+            f"max_model_len={requested} exceeds the {limit} positions of the model's config"
+        )
+    return requested
 
 
 def _overlaps(config: EngineConfig, platform: Platform) -> bool:

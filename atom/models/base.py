@@ -12,7 +12,7 @@ from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 from atom.model_ops.embedding import OutputHead, VocabParallelEmbedding
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.layers.vision import ImageEncoder
+from atom.models.vision.encoder import ImageEncoder
 
 
 class CausalLM(nn.Module, ABC):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.idefics3_vision import Idefics3ImageEncoder
-from atom.models.layers.vision import ImageEncoder
 from atom.models.llama import LlamaForCausalLM
+from atom.models.vision.encoder import ImageEncoder
+from atom.models.vision.idefics3 import Idefics3ImageEncoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

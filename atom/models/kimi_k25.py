@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.deepseek_v2 import DeepseekV3ForCausalLM
-from atom.models.kimi_k25_vision import KimiImageEncoder
-from atom.models.layers.vision import ImageEncoder
+from atom.models.vision.encoder import ImageEncoder
+from atom.models.vision.kimi_k25 import KimiImageEncoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

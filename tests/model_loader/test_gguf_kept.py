@@ -55,8 +55,8 @@ def test_every_type_means_what_the_gguf_package_says(kind: str) -> None:
 def test_rows_of_packed_weights(kind: str) -> None:
     """The native gather reads what the native product is given."""
     from atom.model_ops.kernels.native.build import native_build
-    from atom.model_ops.kernels.native.quant_embedding import quant_embedding
-    from atom.model_ops.kernels.native.quant_pack import prepare
+    from atom.model_ops.kernels.native.quant.embedding import quant_embedding
+    from atom.model_ops.kernels.native.quant.pack import prepare
 
     if reason := native_build().reason:
         pytest.skip(reason)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atom.models.base import spread_aux_layer_ids
-from atom.models.eagle3.aux_layers import AUX_FIELDS, BOUNDARY, OUTPUT, AuxLayers
+from atom.models.config.aux_layers import AUX_FIELDS, BOUNDARY, OUTPUT, AuxLayers
 
 AMBIGUOUS = "eagle_aux_hidden_state_layer_ids"
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from atom.config import ConfigError
 from atom.model_loader.drafts.shipped import shipped_draft_for
-from atom.models.eagle3.aux_layers import AUX_FIELDS, AuxLayers
+from atom.models.config.aux_layers import AUX_FIELDS, AuxLayers
 from atom.models.eagle3.config import Eagle3Config
 from atom.stats import ExpectedAcceptance
 

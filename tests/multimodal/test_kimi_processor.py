@@ -13,7 +13,7 @@ from PIL import Image
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.source import resolve_model
-from atom.models.kimi_k25_vision import KimiVisionSizes
+from atom.models.vision.kimi_k25 import KimiVisionSizes
 from atom.multimodal.processors.kimi_k25 import KimiImageProcessor
 from atom.multimodal.processors.table import create_image_processor
 

@@ -9,7 +9,7 @@ import torch
 
 from atom.batch import EncoderCounts
 from atom.messages import ImageInput
-from atom.models.layers.vision import ImageEncoder
+from atom.models.vision.encoder import ImageEncoder
 
 
 def _event() -> torch.cuda.Event:

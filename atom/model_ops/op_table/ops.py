@@ -38,13 +38,13 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         ),
         # Of two with the same name, the first supported one is used: codes stay if possible.
         invariant(
-            "native.quant:quant_linear",
-            "native.quant_pack:refuses",
-            prepare="native.quant_pack:prepare",
-            into="native.quant:quant_linear_into",
+            "native.quant.linear:quant_linear",
+            "native.quant.pack:refuses",
+            prepare="native.quant.pack:prepare",
+            into="native.quant.linear:quant_linear_into",
         ),
         invariant(
-            "native.quant:dense_linear",
+            "native.quant.linear:dense_linear",
             prepare="torch.quant:prepare_linear",
             dequantises=True,
         ),
@@ -70,12 +70,12 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     # Both read what the one `prepare` of an implementation makes.
     "quant_logits": (
         invariant(
-            "native.quant:quant_logits",
-            "native.quant_pack:refuses",
-            prepare="native.quant_pack:prepare",
+            "native.quant.linear:quant_logits",
+            "native.quant.pack:refuses",
+            prepare="native.quant.pack:prepare",
         ),
         invariant(
-            "native.quant:dense_logits",
+            "native.quant.linear:dense_logits",
             prepare="torch.quant:prepare_linear",
             dequantises=True,
         ),
@@ -94,8 +94,8 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         ),
     ),
     "quant_embedding": (
-        invariant("native.quant_embedding:quant_embedding", "native.quant_pack:refuses"),
-        invariant("native.quant:dense_embedding", dequantises=True),
+        invariant("native.quant.embedding:quant_embedding", "native.quant.pack:refuses"),
+        invariant("native.quant.linear:dense_embedding", dequantises=True),
         invariant("triton.products.linear:quant_embedding", "triton.products.linear:refuses"),
         invariant("torch.quant:quant_embedding"),
     ),
@@ -331,13 +331,13 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             note=lambda query: find("aiter.quant_experts:note")(query),
         ),
         invariant(
-            "native.quant_experts:quant_experts",
-            "native.quant_experts:refuses",
-            prepare="native.quant_experts:prepare",
+            "native.quant.experts:quant_experts",
+            "native.quant.experts:refuses",
+            prepare="native.quant.experts:prepare",
         ),
         invariant(
-            "native.quant_experts:dense_experts",
-            "native.quant_experts:refuses_dense",
+            "native.quant.experts:dense_experts",
+            "native.quant.experts:refuses_dense",
             prepare="torch.quant:prepare_experts",
             dequantises=True,
         ),
@@ -368,13 +368,13 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "quant_clamped_experts": (
         invariant(
-            "native.quant_experts:quant_clamped_experts",
-            "native.quant_experts:refuses",
-            prepare="native.quant_experts:prepare",
+            "native.quant.experts:quant_clamped_experts",
+            "native.quant.experts:refuses",
+            prepare="native.quant.experts:prepare",
         ),
         invariant(
-            "native.quant_experts:dense_clamped_experts",
-            "native.quant_experts:refuses_dense",
+            "native.quant.experts:dense_clamped_experts",
+            "native.quant.experts:refuses_dense",
             prepare="torch.quant:prepare_experts",
             dequantises=True,
         ),

@@ -11,7 +11,7 @@ import msgspec
 from atom.config import ConfigError
 from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES
 from atom.models.block_draft.formats import BlockFormat, find_format
-from atom.models.draft_fields import Count, DraftFields, Factor
+from atom.models.config.draft_fields import Count, DraftFields, Factor
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _Rank = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]

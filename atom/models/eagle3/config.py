@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from atom.config import ConfigError
-from atom.models.draft_fields import Count, DraftFields
-from atom.models.eagle3.aux_layers import AUX_FIELDS
+from atom.models.config.aux_layers import AUX_FIELDS
+from atom.models.config.draft_fields import Count, DraftFields
 
 MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 # Drafts all tokens in one pass: P-EAGLE.

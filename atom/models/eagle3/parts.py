@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from atom.config import ConfigError
+from atom.models.config.aux_layers import AuxLayers
 from atom.models.config.model_config import ModelConfig
-from atom.models.eagle3.aux_layers import AuxLayers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

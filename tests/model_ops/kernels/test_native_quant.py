@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from atom.model_ops.kernels.native import quant, quant_pack
 from atom.model_ops.kernels.native.bindings import constant
 from atom.model_ops.kernels.native.build import SOURCE_DIR, native_build
 from atom.model_ops.kernels.native.linear import linear, logits
-from atom.model_ops.kernels.native.quant_embedding import quant_embedding
+from atom.model_ops.kernels.native.quant import linear as quant
+from atom.model_ops.kernels.native.quant import pack as quant_pack
+from atom.model_ops.kernels.native.quant.embedding import quant_embedding
 from atom.model_ops.kernels.torch import quant as torch_quant
 from atom.model_ops.kernels.torch.quantise import requantise
 from atom.model_ops.op_table.ops import OPS

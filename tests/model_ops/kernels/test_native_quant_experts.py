@@ -8,7 +8,9 @@ import pytest
 import torch
 from model_ops.kernels.test_native_quant import FORMATS, REASON, inputs, weights, with_inputs
 
-from atom.model_ops.kernels.native import quant, quant_experts, quant_pack
+from atom.model_ops.kernels.native.quant import experts as quant_experts
+from atom.model_ops.kernels.native.quant import linear as quant
+from atom.model_ops.kernels.native.quant import pack as quant_pack
 from atom.model_ops.kernels.torch import quant as torch_quant
 from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads
-from atom.model_ops.kernels.native.quant_pack import PackedWeights
+from atom.model_ops.kernels.native.quant.pack import PackedWeights
 
 _embedding = Kernels("quant_embedding", "8P15q")
 

@@ -13,11 +13,11 @@ import msgspec
 
 from atom.config import ConfigError
 from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
+from atom.models.config.aux_layers import AUX_FIELDS, BOUNDARY, AuxLayers
 from atom.models.config.check import check_config
 from atom.models.config.file import is_there, read_json_object
 from atom.models.config.hf_configs import built_in_config
 from atom.models.config.model_config import ModelConfig
-from atom.models.eagle3.aux_layers import AUX_FIELDS, BOUNDARY, AuxLayers
 from atom.stats import ExpectedAcceptance
 
 if TYPE_CHECKING:

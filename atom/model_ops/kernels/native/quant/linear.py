@@ -12,7 +12,7 @@ from atom.model_ops.kernels.native.bindings import (
     rows_apart,
 )
 from atom.model_ops.kernels.native.linear import linear, logits
-from atom.model_ops.kernels.native.quant_pack import PackedWeights
+from atom.model_ops.kernels.native.quant.pack import PackedWeights
 from atom.model_ops.kernels.torch.quant import DenseWeights
 from atom.model_ops.kernels.torch.quant import quant_embedding as dense_embedding
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from atom.model_ops.kernels.native import quant_pack
 from atom.model_ops.kernels.native.bindings import (
     Kernels,
     constant,
@@ -19,7 +18,8 @@ from atom.model_ops.kernels.native.moe import (
     clamped_experts,
     moe_experts,
 )
-from atom.model_ops.kernels.native.quant_pack import PackedWeights
+from atom.model_ops.kernels.native.quant import pack
+from atom.model_ops.kernels.native.quant.pack import PackedWeights
 from atom.model_ops.kernels.torch.quant import DenseWeights
 from atom.model_ops.quant.weights import (
     FP4_VALUES,
@@ -40,7 +40,7 @@ def refuses(query: OpQuery) -> str | None:
         return f"intermediate_size={inter} is no multiple of {constant('lanes')}"
     assert query.weights is not None
     form = packed_form(query.weights)
-    reasons = (quant_pack.refuses_inputs(form, n) for n in (query.shape["hidden_size"], inter))
+    reasons = (pack.refuses_inputs(form, n) for n in (query.shape["hidden_size"], inter))
     return next((reason for reason in reasons if reason), None)
 
 
@@ -57,7 +57,7 @@ def prepare(
 ) -> tuple[PackedWeights, PackedWeights]:
     """Pack the matrices of all experts for inputs of any dtype; none of their numbers changes."""
     del dtype
-    first, second = (quant_pack.prepare(_as_integers(w), torch.float32) for w in (w13, w2))
+    first, second = (pack.prepare(_as_integers(w), torch.float32) for w in (w13, w2))
     return first, second
 
 

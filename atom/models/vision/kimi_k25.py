@@ -14,7 +14,7 @@ from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
-from atom.models.layers.vision import (
+from atom.models.vision.encoder import (
     ImageEncoder,
     PatchProjection,
     VisionLinear,
