@@ -147,7 +147,7 @@ class NullExecutor:
         )
         is_ahead = depth > 1
         drafter = Drafter(
-            proposer, "null", lookup, None, waiting_is_free=not is_ahead, is_ahead=is_ahead
+            proposer, "null", lookup, None, sync_is_free=not is_ahead, is_ahead=is_ahead
         )
         steps = StepRunner(model.forward, sampler, proposer)
         self._runner = ModelRunner(inputs, steps, sampler, drafter, carried=carried)

@@ -36,7 +36,7 @@ def create_recorder(platform: Platform) -> StepRecorder | None:
 
 
 @dataclass(frozen=True)
-class Work(Generic[T]):
+class Recordable(Generic[T]):
     """Work that may be recorded.
 
     Attributes:
@@ -105,7 +105,10 @@ class StepRecorder:
         self.seconds_to_record, self._num_recorded = 0.0, 0
 
     def run(
-        self, known: dict[Hashable, Recording[Any]], which: Hashable, work: Callable[[], Work[T]]
+        self,
+        known: dict[Hashable, Recording[Any]],
+        which: Hashable,
+        work: Callable[[], Recordable[T]],
     ) -> T:
         """What the work returns, replayed if it was recorded.
 
@@ -133,7 +136,7 @@ class StepRecorder:
         self.was_replayed = self.has_program = True
         return cast(T, recording.result)
 
-    def _record(self, work: Work[T], place: Hashable) -> T:
+    def _record(self, work: Recordable[T], place: Hashable) -> T:
         started = time.perf_counter()
         try:
             result, program = record(work.run, work.results, self._arena, work.passing)

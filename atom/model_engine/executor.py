@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _IDLE_MS = 1000
 _NOTHING = ScheduledBatch([], [], [])
 _encoder = msgspec.msgpack.Encoder()
-_orders: msgspec.msgpack.Decoder[RankStep] = msgspec.msgpack.Decoder(RankStep)
+_rank_steps: msgspec.msgpack.Decoder[RankStep] = msgspec.msgpack.Decoder(RankStep)
 
 
 class Executor(Protocol):
@@ -231,12 +231,12 @@ class RanksExecutor:
         self._worker.shutdown()
         self._driver.close()
 
-    def _publish(self, orders: RankStep) -> RankStep:
-        orders = self._lockstep.agree(orders)
-        if not orders.is_nothing:
-            self._driver.publish(_encoder.encode(orders))
+    def _publish(self, rank_step: RankStep) -> RankStep:
+        rank_step = self._lockstep.agree(rank_step)
+        if not rank_step.is_nothing:
+            self._driver.publish(_encoder.encode(rank_step))
             self._is_published = True
-        return orders
+        return rank_step
 
 
 def _describe(error: Exception) -> str:
@@ -273,7 +273,7 @@ def follow(config: EngineConfig, follower: Follower) -> None:
     try:
         worker = _start_other(config, follower)
         while (data := follower.receive()) is not None:
-            worker.follow(_orders.decode(data))
+            worker.follow(_rank_steps.decode(data))
         worker.shutdown()
     except Exception as error:
         follower.failed(f"{type(error).__name__}: {error}")

@@ -26,7 +26,7 @@ from atom.model_engine.step.step_runner import StepRunner
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.sampling_params import Needs
 from atom.spec_decode.draft_policy import DraftNumbers
-from atom.spec_decode.drafter import NO_DRAFTS, Drafter, Found, Launched
+from atom.spec_decode.drafter import NO_DRAFTS, Drafter, LaunchedDrafts, LookupDrafts
 from atom.spec_decode.proposers.base import Proposal
 
 _NOTHING = ScheduledBatch([], [], [])
@@ -35,8 +35,8 @@ _NOTHING = ScheduledBatch([], [], [])
 def _shift_lookup_drafts(
     results: list[SequenceResult],
     indices: Sequence[int],
-    launched: Launched,
-    found: Found,
+    launched: LaunchedDrafts,
+    found: LookupDrafts,
     lost: Sequence[float],
 ) -> None:
     """Where the next step is launched, drafts that were looked up are for the one behind that.
@@ -119,18 +119,18 @@ class ModelRunner:
         self._newest = batch
         self._start(batch)
         numbers = DraftNumbers()
-        if not self._drafter.looks_first:
+        if not self._drafter.drafts_after_lookup:
             numbers = self._drafter.begin(batch.num_drafting)
         step = self.inputs.build(batch) if batch.sequences else None
         if self._publish is not None:
             kind = None if step is None else step.sample.kind
-            orders = self._publish(RankStep.of(batch, numbers.made, kind))
-            numbers = self._drafter.follow(numbers, orders.num_drafts)
-            self._run_dummy_step(orders)
+            rank_step = self._publish(RankStep.of(batch, numbers.made, kind))
+            numbers = self._drafter.follow(numbers, rank_step.num_drafts)
+            self._run_dummy_step(rank_step)
         if step is None:
             nothing = StepOutput([], self._drafter.num_lookup_tokens)
             return LaunchedStep(lambda: nothing)
-        if self._drafter.looks_first or self._follows_grammars(step):
+        if self._drafter.drafts_after_lookup or self._follows_grammars(step):
             output = self._draft_after_sampling(batch, step, numbers)
             return LaunchedStep(lambda: output)
         done = self.steps.run(batch.sequences, step, numbers.made)
@@ -170,7 +170,7 @@ class ModelRunner:
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
             drafts = self._drafter.merge(numbers, rows, found, made, allowed, launched)
         results = self._results(batch, step, sampled, drafts)
-        if self._carried is not None and self._drafter.looks:
+        if self._carried is not None and self._drafter.has_lookup:
             indices, lost = step.sample.layout.indices, self._drafter.tokens_lost_by_overlap
             _shift_lookup_drafts(results, indices, launched or [None] * len(rows), found, lost)
         encoder = None if self._images is None else self._images.take_counts()
@@ -178,14 +178,14 @@ class ModelRunner:
 
     def _launched_drafts(
         self, batch: ScheduledBatch, rows: Sequence[int], made: Sequence[np.ndarray]
-    ) -> Launched | None:
+    ) -> LaunchedDrafts | None:
         """Which drafts of the sampled sequences a step verifies that was launched behind this one;
         None if there is no such step, or no lookup that goes on from it.
 
         Args:
             made: the tensors of the proposer's drafts, if it made any.
         """
-        if self._newest is batch or not self._drafter.looks:
+        if self._newest is batch or not self._drafter.has_lookup:
             return None
         ahead = {s.row: s for s in self._newest.sequences if s.is_ahead}
         launched: list[list[int] | None] = []
@@ -205,7 +205,7 @@ class ModelRunner:
         done = self.steps.run(batch.sequences, step, 0 if self._drafter.is_at_rest else None)
         sampled = self._sampler.take(step.sample, self.steps.send_to_host(done.verified)())
         found = self._look_up(batch, step)
-        if self._drafter.looks_first:
+        if self._drafter.drafts_after_lookup:
             numbers = self._drafter.begin_with(found)
         rows = [batch.sequences[i].row for i in step.sample.layout.indices]
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
@@ -219,26 +219,26 @@ class ModelRunner:
         return StepOutput(results, self._drafter.num_lookup_tokens, parts, encoder)
 
     @torch.inference_mode()
-    def follow(self, orders: RankStep) -> None:
+    def follow(self, rank_step: RankStep) -> None:
         """This rank's part of a step whose tokens the first rank samples."""
-        batch = orders.batch
+        batch = rank_step.batch
         self._start(batch)
-        numbers = self._drafter.follow(DraftNumbers(), orders.num_drafts)
-        self._run_dummy_step(orders)
+        numbers = self._drafter.follow(DraftNumbers(), rank_step.num_drafts)
+        self._run_dummy_step(rank_step)
         if not batch.sequences:
             return
         step = self.inputs.build(batch)
         # Whether logits are edited is known to the first rank alone.
-        kind = None if orders.kind is None else Needs(orders.kind)
+        kind = None if rank_step.kind is None else Needs(rank_step.kind)
         sample = replace(step.sample, kind=kind)
         done = self.steps.run(batch.sequences, replace(step, sample=sample), numbers.made)
         proposed, _ = done.draft(numbers.made)
         self._leave(step, done.verified, proposed)
 
-    def _run_dummy_step(self, orders: RankStep) -> None:
+    def _run_dummy_step(self, rank_step: RankStep) -> None:
         """Compute a padding row, and drafts after it, if other engines need this one's experts."""
-        if orders.is_idle:
-            self.steps.run_padding(self.inputs.padding(), orders.num_drafts)
+        if rank_step.is_idle:
+            self.steps.run_padding(self.inputs.padding(), rank_step.num_drafts)
 
     def _start(self, batch: ScheduledBatch) -> None:
         if self._images is not None:
@@ -250,15 +250,17 @@ class ModelRunner:
 
     def _follows_grammars(self, step: StepInput) -> bool:
         """Whether drafts are made within grammars, after sampling."""
-        return self._drafter.guides and any(s.grammar is not None for s in step.sample.states)
+        return self._drafter.drafts_within_grammars and any(
+            s.grammar is not None for s in step.sample.states
+        )
 
     def _look_up(
-        self, batch: ScheduledBatch, step: StepInput, launched: Launched | None = None
-    ) -> Found:
+        self, batch: ScheduledBatch, step: StepInput, launched: LaunchedDrafts | None = None
+    ) -> LookupDrafts:
         plan = step.sample
         sampled = [batch.sequences[i] for i in plan.layout.indices]
-        found: Found = [None] * len(sampled)
-        if self._drafter.looks:
+        found: LookupDrafts = [None] * len(sampled)
+        if self._drafter.has_lookup:
             histories = [(s.prompt_token_ids, s.output_token_ids) for s in plan.states]
             found = self._drafter.look_up([s.row for s in sampled], histories, launched)
         return [

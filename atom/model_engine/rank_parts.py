@@ -108,7 +108,7 @@ def join_parts(
         proposer,
         captured=() if graphs is None else graphs.query_lens,
         # Other ranks must know the number of drafts before the step, and so must the next step.
-        waiting_is_free=not rank.platform.is_gpu and rank.groups.is_alone and not rank.overlaps,
+        sync_is_free=not rank.platform.is_gpu and rank.groups.is_alone and not rank.overlaps,
         is_ahead=rank.overlaps,
         recorder=recorder,
         caps=bool(recurrent_layers(model)),

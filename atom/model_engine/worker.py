@@ -124,9 +124,9 @@ class Worker:
             self._threads.step_ended(seconds)
         return output
 
-    def follow(self, orders: RankStep) -> None:
+    def follow(self, rank_step: RankStep) -> None:
         """Take part in a step of the first rank."""
-        self._runner.follow(orders)
+        self._runner.follow(rank_step)
 
     def shutdown(self) -> None:
         """Run no step any more. Graphs go first, as they keep the ranks' communicators."""

@@ -24,10 +24,10 @@ from atom.spec_decode.suffix_lookup import SuffixLookup
 # Prompt and output tokens of a sequence.
 History = tuple[Sequence[int], Sequence[int]]
 # The lookup's drafts for each sampled sequence; None where the proposer is expected to do better.
-Found = Sequence[Continuation | None]
+LookupDrafts = Sequence[Continuation | None]
 # Of each sampled sequence: drafts that a step verifies which was launched already and goes on from
 # its newest tokens; None if there is no such step.
-Launched = Sequence[list[int] | None]
+LaunchedDrafts = Sequence[list[int] | None]
 
 # Of a sequence that wants none.
 NO_DRAFTS = Continuation([], [])
@@ -46,17 +46,17 @@ class Drafter:
         proposer: makes drafts on the device.
         max_drafts: most drafts of a sequence.
         source: the proposer's name in the statistics.
-        looks: whether there is a lookup.
-        looks_first: whether the lookup runs before the proposer, which may then be skipped. Not on
+        has_lookup: whether there is a lookup.
+        drafts_after_lookup: whether the proposer runs after the lookup, and may be skipped. Not on
             a GPU, where the host would have to wait for the tokens in the middle of the step.
-        guides: whether the proposer follows grammars; not on a GPU, either.
+        drafts_within_grammars: whether the proposer follows grammars; not on a GPU, either.
         tokens_lost_by_overlap: of the sampled sequences that were looked up last, as in
             `SequenceResult`: if the next lookup finds as much as this one.
 
     Args:
         policy: chooses the numbers of drafts; None for the maximum.
         grammars: drafts for sequences with grammars; None if they have those of others alone.
-        waiting_is_free: whether a host sync costs nothing (the device is the CPU).
+        sync_is_free: whether a host sync costs nothing (the device is the CPU).
         is_ahead: whether steps are launched before the results of the last one are read.
     """
 
@@ -68,14 +68,14 @@ class Drafter:
         policy: DraftPolicy | None,
         grammars: GrammarDrafter | None = None,
         *,
-        waiting_is_free: bool,
+        sync_is_free: bool,
         is_ahead: bool = False,
     ) -> None:
         self.proposer = proposer
         self.source = source
-        self.looks = lookup is not None
-        self.looks_first = self.looks and waiting_is_free
-        self.guides = grammars is not None and waiting_is_free
+        self.has_lookup = lookup is not None
+        self.drafts_after_lookup = self.has_lookup and sync_is_free
+        self.drafts_within_grammars = grammars is not None and sync_is_free
         own = proposer.lookahead.num_tokens
         self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
         self.tokens_lost_by_overlap: list[float] = []
@@ -127,7 +127,7 @@ class Drafter:
             return DraftNumbers()
         return self._policy.choose(num_looked_up, num_sampled)
 
-    def begin_with(self, found: Found) -> DraftNumbers:
+    def begin_with(self, found: LookupDrafts) -> DraftNumbers:
         """The numbers of a step whose lookup has run: what it has found decides them."""
         wanted = [drafts for drafts in found if drafts is not NO_DRAFTS]
         return self.begin(len(wanted), sum(drafts is not None for drafts in wanted))
@@ -157,8 +157,8 @@ class Drafter:
         self,
         rows: Sequence[int],
         histories: Sequence[History],
-        launched: Launched | None = None,
-    ) -> Found:
+        launched: LaunchedDrafts | None = None,
+    ) -> LookupDrafts:
         """The lookup's drafts for the next step of each sampled sequence that is not launched yet;
         none at rest.
 
@@ -194,10 +194,10 @@ class Drafter:
         self,
         numbers: DraftNumbers,
         rows: Sequence[int],
-        found: Found,
+        found: LookupDrafts,
         made: Sequence[np.ndarray],
         allowed: GrammarDrafts | None = None,
-        launched: Launched | None = None,
+        launched: LaunchedDrafts | None = None,
     ) -> list[tuple[list[int], str]]:
         """The drafts of each sampled sequence that are to be verified, and their source.
 

@@ -62,7 +62,7 @@ def create_drafter(
     proposer: Proposer,
     *,
     captured: Sequence[int],
-    waiting_is_free: bool,
+    sync_is_free: bool,
     is_ahead: bool,
     recorder: StepRecorder | None,
     grammars: bool = True,
@@ -75,7 +75,7 @@ def create_drafter(
             which others are padded; none if steps are not replayed from graphs. The adaptive length
             then verifies as many drafts, and makes none, all of the proposer's, or as many as the
             lookup finds.
-        waiting_is_free: whether the device is the CPU, where a host sync costs nothing.
+        sync_is_free: whether the device is the CPU, where a host sync costs nothing.
         is_ahead: whether steps are launched before it is known what the last one drafts.
         recorder: replays steps that recur; None if every step runs op by op.
         grammars: whether grammars draft, too.
@@ -83,7 +83,7 @@ def create_drafter(
             all recurrent states.
     """
     if options is None:
-        return Drafter(proposer, "none", None, None, waiting_is_free=waiting_is_free)
+        return Drafter(proposer, "none", None, None, sync_is_free=sync_is_free)
     most = proposer.lookahead.num_tokens
     lookup: SuffixLookup | None = None
     if options.looks_up:
@@ -105,7 +105,7 @@ def create_drafter(
             "" if lookup is None else lookup.source,
             made=own if proposer.reads_steps else 0,
             padded=[n - 1 for n in captured] or (choices if is_ahead else ()),
-            row_guess=ROW_OF_CPU if waiting_is_free else ROW_OF_GPU,
+            row_guess=ROW_OF_CPU if sync_is_free else ROW_OF_GPU,
             recording=None if recorder is None else lambda: 2 * recorder.seconds_to_record,
         )
     return Drafter(
@@ -113,10 +113,10 @@ def create_drafter(
         options.method,
         lookup,
         policy,
-        _grammar_drafter(most, is_free=waiting_is_free and not (captured or caps))
+        _grammar_drafter(most, is_free=sync_is_free and not (captured or caps))
         if grammars
         else None,
-        waiting_is_free=waiting_is_free,
+        sync_is_free=sync_is_free,
         is_ahead=is_ahead,
     )
 

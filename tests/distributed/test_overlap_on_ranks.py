@@ -89,9 +89,9 @@ def test_all_ranks_launch_ahead(
     llm, follow, numbers = pairs("eagle3"), ModelRunner.follow, iter(range(1000))
     watched = Watched(llm, monkeypatch)
 
-    def watched_follow(runner: ModelRunner, orders: RankStep) -> None:
+    def watched_follow(runner: ModelRunner, rank_step: RankStep) -> None:
         watched.events.append(f"follow {next(numbers)}")
-        follow(runner, orders)
+        follow(runner, rank_step)
 
     monkeypatch.setattr(ModelRunner, "follow", watched_follow)
     engines.generate(llm, params("warm"), PROMPTS[:2])

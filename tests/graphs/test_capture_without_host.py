@@ -29,8 +29,8 @@ from atom.graphs.captured import CapturedWork
 from atom.graphs.runner import GraphKey, GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
+from atom.model_engine.step.input_buffers import GraphInput
 from atom.model_engine.step.step_graphs import DraftKey
-from atom.model_engine.step.step_places import GraphInput
 from atom.model_loader.drafts.tokenizer import TokenMaps
 from atom.model_ops.attention.metadata import (
     AttentionMetadata,

@@ -33,9 +33,9 @@ from atom.graphs.capture import Bucket, GraphPlan
 from atom.graphs.runner import GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
+from atom.model_engine.step.input_buffers import GraphInput, TakeOp
 from atom.model_engine.step.input_builder import InputBuilder
 from atom.model_engine.step.step_graphs import StepGraphs
-from atom.model_engine.step.step_places import GraphInput, TakeOp
 from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
 from atom.model_ops.layer_context import LayerContext
 from atom.models.deepseek_v2 import DeepseekV3ForCausalLM

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 import pytest
 import torch
 
-from atom.graphs.recorded import Recording, StepRecorder, Work
+from atom.graphs.recorded import Recordable, Recording, StepRecorder
 from atom.model_ops.kernels.native import bindings, elementwise, linear, movement
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.program import Arena, Program, record
@@ -188,7 +188,7 @@ def test_the_host_may_act_between_kernels() -> None:
 
 
 def run(recorder: StepRecorder, x: torch.Tensor, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-    described = Work("a step", None, [x, None], work, lambda r: [r])
+    described = Recordable("a step", None, [x, None], work, lambda r: [r])
     return recorder.run({}, None, lambda: described)
 
 
@@ -225,7 +225,7 @@ def test_what_else_has_the_same_name_is_recorded(caplog: pytest.LogCaptureFixtur
 
     def run(key: int) -> torch.Tensor:
         run = forward if key == 0 else lambda x: x.cumsum(1)
-        work = Work("a step", key, [x], lambda: run(x), lambda r: [r])
+        work = Recordable("a step", key, [x], lambda: run(x), lambda r: [r])
         return recorder.run({}, None, lambda: work)
 
     for key in (1, 0, 2, 0):
@@ -240,9 +240,9 @@ def test_known_work_is_not_described_again() -> None:
     known: dict[Hashable, Recording[torch.Tensor]] = {}
     asked: list[int] = []
 
-    def describe() -> Work[torch.Tensor]:
+    def describe() -> Recordable[torch.Tensor]:
         asked.append(len(asked))
-        return Work("a step", None, [x], lambda: forward(x), lambda r: [r])
+        return Recordable("a step", None, [x], lambda: forward(x), lambda r: [r])
 
     for seed in range(5):
         x.copy_(random(2, SIZE, seed=seed))

@@ -14,7 +14,7 @@ from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
-from atom.graphs.recorded import StepRecorder, Work
+from atom.graphs.recorded import Recordable, StepRecorder
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.program import Program
 
@@ -62,7 +62,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         self: StepRecorder,
         known: dict[Hashable, Any],
         which: Hashable,
-        work: Callable[[], Work[Any]],
+        work: Callable[[], Recordable[Any]],
     ) -> Any:
         kind[0] = work().name
         return run(self, known, which, work)

@@ -33,7 +33,8 @@ from atom.graphs.capture import ReexecuteBackend
 from atom.kv_cache.base import KVCacheMemoryError, KVCachePlan
 from atom.model_engine.scheduling import checkpoints
 from atom.model_engine.start_up import kv_memory
-from atom.model_engine.step import planned_graphs, step_places
+from atom.model_engine.step import planned_graphs
+from atom.model_engine.step.input_buffers import InputBuffers
 from atom.model_ops.attention.recurrent_layer import StatePart
 from atom.model_ops.kernels.native.build import native_build
 
@@ -304,10 +305,8 @@ def test_a_version_too_few_is_noticed(hybrids: Hybrids, monkeypatch: pytest.Monk
 
 def test_padding_that_writes_is_noticed(hybrids: Hybrids, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if padding had the row of a sequence."""
-    pad = step_places.Places.pad
-    monkeypatch.setattr(
-        step_places.Places, "pad", lambda self, length, places, _: pad(self, length, places, 0)
-    )
+    pad = InputBuffers.pad
+    monkeypatch.setattr(InputBuffers, "pad", lambda own, size, rows, _: pad(own, size, rows, 0))
     engine = speculating(hybrids, "qwen3_next", "suffix", "graphs", monkeypatch)
     assert generate(engine, LONG["greedy"], PROMPTS) != hybrids.expected("qwen3_next", "greedy")
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM, SamplingParams
 from atom.model_engine import rank_parts
 from atom.spec_decode.draft_policy import DraftNumbers
-from atom.spec_decode.drafter import Drafter, Found, History, Launched
+from atom.spec_decode.drafter import Drafter, History, LaunchedDrafts, LookupDrafts
 from atom.spec_decode.grammar import GrammarDrafts
 from atom.spec_decode.proposers.base import Proposer
 from atom.spec_decode.suffix_index import Continuation
@@ -186,7 +186,7 @@ def oracle(known: Mapping[tuple[int, ...], list[int]], k: int, wrong: bool) -> C
 
     def create(_: Any, proposer: Proposer, **__: bool) -> Drafter:
         lookup = OracleLookup(known, k, wrong)
-        return Drafter(proposer, "oracle", lookup, None, waiting_is_free=True)
+        return Drafter(proposer, "oracle", lookup, None, sync_is_free=True)
 
     return create
 
@@ -225,15 +225,15 @@ def drafts_recorded(
 
 
 def _record(drafter: Drafter, tell: Tell | None) -> dict[tuple[int, ...], list[int]]:
-    look_up, merge, looks = drafter.look_up, drafter.merge, drafter.looks
+    look_up, merge, has_lookup = drafter.look_up, drafter.merge, drafter.has_lookup
     drafts: dict[tuple[int, ...], list[int]] = {}
     behind: list[tuple[int, ...]] = []
 
     def recorded_look_up(
-        rows: Sequence[int], histories: Sequence[History], launched: Launched | None = None
-    ) -> Found:
+        rows: Sequence[int], histories: Sequence[History], launched: LaunchedDrafts | None = None
+    ) -> LookupDrafts:
         behind[:] = [(*prompt, *outputs) for prompt, outputs in histories]
-        if looks:
+        if has_lookup:
             return look_up(rows, histories, launched)
         drafter.tokens_lost_by_overlap = [0.0] * len(rows)
         return [None] * len(rows)
@@ -241,18 +241,18 @@ def _record(drafter: Drafter, tell: Tell | None) -> dict[tuple[int, ...], list[i
     def recorded_merge(
         numbers: DraftNumbers,
         rows: Sequence[int],
-        found: Found,
+        found: LookupDrafts,
         made: Sequence[np.ndarray],
         allowed: GrammarDrafts | None = None,
-        launched: Launched | None = None,
+        launched: LaunchedDrafts | None = None,
     ) -> list[tuple[list[int], str]]:
         own = made[0].tolist() if made else [[] for _ in found]
         drafts.update(zip(behind, own, strict=True))
         if tell is not None and made:
             tell(behind)
-        return merge(numbers, rows, found, made, allowed, launched if looks else None)
+        return merge(numbers, rows, found, made, allowed, launched if has_lookup else None)
 
-    drafter.looks = True
+    drafter.has_lookup = True
     drafter.look_up = recorded_look_up  # type: ignore[method-assign]
     drafter.merge = recorded_merge  # type: ignore[method-assign]
     return drafts

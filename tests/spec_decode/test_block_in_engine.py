@@ -111,7 +111,7 @@ class Bench:
 def drafter_of(_: object, proposer: Proposer, **__: bool) -> Drafter:
     """The draft model's drafts, or what others were answered: at the second time all of that."""
     lookup = SuffixLookup("lookup", K, RecentOutputs(2000))
-    return Drafter(proposer, "draft", lookup, None, waiting_is_free=False)
+    return Drafter(proposer, "draft", lookup, None, sync_is_free=False)
 
 
 @pytest.fixture(scope="module", params=["kimi_k25 kimi", "kimi_k25 dspark", "llama dflash"])

@@ -97,7 +97,7 @@ def test_chi_square(
 
     def create(_: object, proposer: Proposer, **__: bool) -> Drafter:
         lookup = GuessLookup(expected) if drafts == "guess" else None
-        return Drafter(proposer, drafts, lookup, None, waiting_is_free=True)
+        return Drafter(proposer, drafts, lookup, None, sync_is_free=True)
 
     def create_proposer(*_: object) -> Proposer:
         return MarginalProposer(expected, len(prompt), vocab_size)

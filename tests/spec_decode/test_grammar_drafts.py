@@ -175,7 +175,7 @@ def test_no_more_than_steps_were_made_for(
         SpeculativeOptions("suffix", 2),
         NullProposer(Lookahead(2)),
         captured=captured,
-        waiting_is_free=is_free,
+        sync_is_free=is_free,
         is_ahead=not is_free,
         recorder=None,
     )

@@ -110,7 +110,7 @@ def test_a_draft_is_what_it_would_be_if_it_had_always_run(
     def create(_: object, proposer: Proposer, **__: bool) -> Drafter:
         length = None if way == "lookup" else RandomDrafts(K)
         lookup = SuffixLookup(LOOKUP, K)
-        return Drafter(proposer, bench.source, lookup, length, waiting_is_free=way != "waiting")
+        return Drafter(proposer, bench.source, lookup, length, sync_is_free=way != "waiting")
 
     with engines.drafts_recorded(monkeypatch, create) as recorded:
         # Alone, so that nobody else needs the draft when the lookup finds something.

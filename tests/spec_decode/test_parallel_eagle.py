@@ -16,7 +16,7 @@ from spec_decode.draft_bench import HIDDEN, MHA, PARALLEL, VOCAB
 from spec_decode.eagle3_reference import ReferenceDraft
 
 from atom.config import ConfigError
-from atom.graphs.recorded import Recording, StepRecorder, Work
+from atom.graphs.recorded import Recordable, Recording, StepRecorder
 from atom.kv_cache.builders import bind_kv_caches
 from atom.model_loader.errors import WeightError
 from atom.model_loader.source import ModelSource
@@ -163,7 +163,7 @@ def test_the_first_proposal_of_all_may_be_recorded(tmp_path: Path, llama_target:
     known: dict[Hashable, Recording[Any]] = {}
 
     def replayed(num_drafts: int) -> list[list[int]]:
-        work = Work(
+        work = Recordable(
             "drafting",
             num_drafts,
             step.tensors,

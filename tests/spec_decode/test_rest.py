@@ -43,7 +43,7 @@ def drafter_of(policy: Idle, recent: RecentOutputs | None) -> Drafter:
     proposer = NullProposer(Lookahead(3))
     proposer.reads_steps = True
     lookup = SuffixLookup("lookup", 3, recent)
-    return Drafter(proposer, "draft", lookup, policy, waiting_is_free=True)
+    return Drafter(proposer, "draft", lookup, policy, sync_is_free=True)
 
 
 def step(drafter: Drafter, batch: ScheduledBatch, outputs: list[int], seconds: float) -> bool:

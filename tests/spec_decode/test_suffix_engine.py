@@ -98,7 +98,7 @@ def test_drafts_are_extended(
     options = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": K}
 
     def create(_: object, proposer: Proposer, **__: bool) -> Drafter:
-        return Drafter(proposer, "eagle3", Extending("lookup", 6), None, waiting_is_free=True)
+        return Drafter(proposer, "eagle3", Extending("lookup", 6), None, sync_is_free=True)
 
     with engines.drafts_recorded(monkeypatch) as always:
         pure = create_engine(target, **options)
@@ -118,7 +118,7 @@ def test_drafts_are_extended(
 def test_the_lookup_goes_on_where_the_draft_ends() -> None:
     """Up to the most drafts of a sequence; where it drafted itself, nothing is added."""
     proposer = NullProposer(Lookahead(K))
-    drafter = Drafter(proposer, "draft", Extending("lookup", 4), None, waiting_is_free=False)
+    drafter = Drafter(proposer, "draft", Extending("lookup", 4), None, sync_is_free=False)
     numbers = drafter.begin(2)
     assert numbers.made == K
     drafter.look_up([3, 5], [([], [])] * 2)
@@ -139,7 +139,7 @@ def test_the_lookup_drafts_where_it_beats_what_the_draft_brought(reads: bool) ->
     """0.9 + 0.45 expected tokens against one, at first; without a draft, against nothing."""
     proposer = NullProposer()
     proposer.reads_steps = reads
-    drafter = Drafter(proposer, "draft", Fixed("lookup", 15), None, waiting_is_free=True)
+    drafter = Drafter(proposer, "draft", Fixed("lookup", 15), None, sync_is_free=True)
     assert drafter.look_up([0], [([], [])])[0] is not None
     drafter._accepted = 1.5
     assert (drafter.look_up([0], [([], [])])[0] is None) == reads
@@ -150,7 +150,7 @@ def test_the_lookup_rests_where_no_drafts_pay() -> None:
     proposer = NullProposer(Lookahead(K))
     proposer.reads_steps = True
     policy = AdaptiveDrafts((0, K), "draft", "lookup", made=K, recording=lambda: 0.0)
-    drafter = Drafter(proposer, "draft", Fixed("lookup", 15), policy, waiting_is_free=True)
+    drafter = Drafter(proposer, "draft", Fixed("lookup", 15), policy, sync_is_free=True)
     drafter._accepted = 1.0
     sequence = ScheduledSequence("one", 0, [5], 0, [], 1, wants_sample=True, wants_drafts=True)
     looked = []

@@ -220,7 +220,7 @@ def test_drafts_made_before_the_tokens_are_known(
     speculation = targets.speculation(draft, 3)
 
     def create(*args: Any, **options: Any) -> Drafter:
-        return create_drafter(*args, **{**options, "waiting_is_free": False})
+        return create_drafter(*args, **{**options, "sync_is_free": False})
 
     with engines.drafters_from(monkeypatch, create):
         fast = create_engine(targets.folder(target), **speculation)

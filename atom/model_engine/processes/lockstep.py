@@ -47,27 +47,27 @@ class Lockstep:
             return 0
         return min(_SHORTEST_MS << min(self._num_quiet - 1, 8), _LONGEST_MS)
 
-    def agree(self, orders: RankStep) -> RankStep:
-        """The orders of this engine's next step, from those that it would give alone.
+    def agree(self, rank_step: RankStep) -> RankStep:
+        """What all ranks do in the next step, from what this engine's would do alone.
 
         Raises:
             EngineDeadError: when another engine has ended or does not come.
         """
         if not self.is_coupled:
-            return orders
-        has_work = bool(orders.batch.sequences)
-        every = [] if self._has_ended else self._exchange(has_work, orders.num_drafts, False)
+            return rank_step
+        has_work = bool(rank_step.batch.sequences)
+        every = [] if self._has_ended else self._exchange(has_work, rank_step.num_drafts, False)
         if self._has_ended or any(has_ended for _, _, has_ended in every):
             self._has_ended = True
             if has_work:
                 raise EngineDeadError("another engine that shares the experts has ended")
-            return orders
+            return rank_step
         anyone = any(others for others, _, _ in every)
         self._num_quiet = 0 if anyone else self._num_quiet + 1
         if self._drafts_share_experts:
             most = max(num_drafts for _, num_drafts, _ in every)
-            orders = msgspec.structs.replace(orders, num_drafts=most)
-        return msgspec.structs.replace(orders, is_idle=anyone and not has_work)
+            rank_step = msgspec.structs.replace(rank_step, num_drafts=most)
+        return msgspec.structs.replace(rank_step, is_idle=anyone and not has_work)
 
     def end(self) -> None:
         """Tell the other engines that this one ends."""

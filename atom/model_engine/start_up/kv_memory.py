@@ -174,7 +174,7 @@ def _run_largest_steps(rank: Rank, parts: RankParts) -> None:
         KVCacheMemoryError: when the device runs out of memory.
     """
     # Always the full number of drafts, and these steps do not count in choosing their number.
-    drafter = Drafter(parts.proposer, "largest", None, None, waiting_is_free=False)
+    drafter = Drafter(parts.proposer, "largest", None, None, sync_is_free=False)
     runner = create_runner(rank, replace(parts, drafter=drafter))
     context_len, most = rank.context.max_model_len, parts.drafter.max_drafts
     try:

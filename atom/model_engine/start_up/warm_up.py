@@ -36,7 +36,7 @@ def warm_up(rank: Rank, parts: RankParts, runner: ModelRunner, num_blocks: int) 
     """
     started = time.perf_counter()
     # These steps do not count in choosing numbers of drafts, and no lookup learns of them.
-    drafter = Drafter(parts.proposer, "warm-up", None, None, waiting_is_free=False)
+    drafter = Drafter(parts.proposer, "warm-up", None, None, sync_is_free=False)
     own = runner.rehearsing(drafter)
     limits = warm_up_limits(rank, parts.drafter.max_drafts, num_blocks)
     count = 0

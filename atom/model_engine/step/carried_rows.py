@@ -74,7 +74,7 @@ class CarriedPlan:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _CarriedIndices:
     """Where tokens are taken and left, on the host: the same in each step of the same layout.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Places:
     @classmethod
     def of(
         cls, layout: RowLayout, ahead: np.ndarray, rows: np.ndarray, query_lens: np.ndarray
-    ) -> _Places:
+    ) -> _CarriedIndices:
         """Args:
         ahead: which of the S sampled sequences are.
         rows: [S], the sequences' rows.
@@ -147,7 +147,7 @@ class CarriedRows:
         )
         # A step accepts from none to all of its drafts.
         self._num_places = 1 + most_drafts
-        self._places: _Places | None = None
+        self._indices: _CarriedIndices | None = None
         self._take = take
         self._leave = leave
         self._group = group
@@ -181,22 +181,22 @@ class CarriedRows:
         layout = plan.layout
         # Of the S sampled sequences, those ahead.
         ahead = np.flatnonzero([sequences[i].is_ahead for i in layout.indices])
-        if self._places is None or not self._places.fit(layout, ahead):
+        if self._indices is None or not self._indices.fit(layout, ahead):
             rows = np.array([sequences[i].row for i in layout.indices], dtype=np.int64)
-            self._places = _Places.of(layout, ahead, rows, np.array(query_lens))
-        places = self._places
-        left = staging.put(places.left)
+            self._indices = _CarriedIndices.of(layout, ahead, rows, np.array(query_lens))
+        indices = self._indices
+        left = staging.put(indices.left)
         if not len(ahead):
             return CarriedPlan(None, 0, left)
-        taken, acceptance = staging.put(places.taken), None
+        taken, acceptance = staging.put(indices.taken), None
         known = self._known(sequences)
         if plan.synthetic is not None:
             starts = np.array([sequences[i].start for i in layout.indices], dtype=np.int64)
             counts = [plan.synthetic.at(starts - less)[ahead] for less in range(self._num_places)]
             parts = ahead, starts[ahead], np.stack(counts)
             acceptance = CarriedAcceptance(*(staging.put(part) for part in parts))
-        there = None if known is None else staging.put(known)
-        return CarriedPlan(taken, len(ahead), left, there, acceptance)
+        known_dev = None if known is None else staging.put(known)
+        return CarriedPlan(taken, len(ahead), left, known_dev, acceptance)
 
     def _known(self, sequences: Sequence[ScheduledSequence]) -> np.ndarray | None:
         """Where the host's own drafts belong, and these, as in a `CarriedPlan`."""

@@ -18,9 +18,9 @@ from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables, StepTables
 from atom.kv_cache.windows import WindowedBlockTables, WindowMap
 from atom.model_engine.step.carried_rows import CarriedPlan, CarriedRows
+from atom.model_engine.step.input_buffers import BatchShape, GraphInput, InputBuffers, TakeOp
 from atom.model_engine.step.step_images import StepImages
 from atom.model_engine.step.step_layout import StepLayout, StepLayoutCache, layout_of
-from atom.model_engine.step.step_places import GraphInput, Places, Shape, TakeOp
 from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES, AttentionMetadata, ModelInput
 from atom.model_ops.kernels.torch.gather import take_inputs
 from atom.sampling.plan import SamplePlan
@@ -110,7 +110,7 @@ class InputBuilder:
         most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
         num_bytes = most * _TOKEN_BYTES + max_num_seqs * _SEQUENCE_BYTES + _MORE_BYTES
         self._fit = fit
-        self._spare_row = max_num_seqs
+        self._padding_row = max_num_seqs
         self._sampler = sampler
         self._block_size = block_size
         self._drafts = drafts
@@ -139,14 +139,14 @@ class InputBuilder:
         """The inputs to capture a graph on: all padding, at the addresses that replays will use."""
         assert self._graph_tables is not None
         out = self._graph_tables[: bucket.batch_size]
-        model_input, places = self._padding(out, query_len, bucket.max_context_len, captured=True)
+        model_input, buffers = self._padding(out, query_len, bucket.max_context_len, captured=True)
         tables = self._tables.on_device[:, : out.shape[1]]
         return GraphInput(
             model_input,
-            places.sources_dev,
-            places.rows_dev,
-            places.num_drafts_dev,
-            places.successors_dev if self._drafts else None,
+            buffers.sources_dev,
+            buffers.rows_dev,
+            buffers.num_drafts_dev,
+            buffers.successors_dev if self._drafts else None,
             tables,
             self._take,
         )
@@ -158,31 +158,31 @@ class InputBuilder:
 
     def _padding(
         self, block_tables: torch.Tensor, query_len: int, max_context_len: int, *, captured: bool
-    ) -> tuple[ModelInput, Places]:
+    ) -> tuple[ModelInput, InputBuffers]:
         size = len(block_tables)
         self.staging.restart()
         tokens = size * query_len
-        places = Places(self.staging, tokens, size, drafts=self._drafts, captured=captured)
-        places.pad(query_len, np.arange(0), self._spare_row)
+        buffers = InputBuffers(self.staging, tokens, size, drafts=self._drafts, captured=captured)
+        buffers.pad(query_len, np.arange(0), self._padding_row)
         self.staging.send()
         model_input = ModelInput(
-            places.input_ids_dev,
-            places.positions_dev,
+            buffers.input_ids_dev,
+            buffers.positions_dev,
             AttentionMetadata(
-                slot_mapping=places.slots_dev,
+                slot_mapping=buffers.slots_dev,
                 block_tables=block_tables,
-                block_counts=places.block_counts_dev,
-                context_lens=places.context_lens_dev,
-                cu_seqlens_q=places.starts_dev,
+                block_counts=buffers.block_counts_dev,
+                context_lens=buffers.context_lens_dev,
+                cu_seqlens_q=buffers.starts_dev,
                 max_seqlen_q=query_len,
                 max_context_len=max_context_len,
                 query_lens_cpu=(query_len,) * size,
                 context_lens_cpu=None,
-                padding_lens=places.padding_dev if captured and query_len > 1 else None,
-                state_rows=places.state_rows_dev,
+                padding_lens=buffers.padding_dev if captured and query_len > 1 else None,
+                state_rows=buffers.state_rows_dev,
             ),
         )
-        return model_input, places
+        return model_input, buffers
 
     def build(self, batch: ScheduledBatch) -> StepInput:
         """Write all inputs of the step and start their copy to the device."""
@@ -195,31 +195,31 @@ class InputBuilder:
         if kept is not None and (step := self._repeat(kept, sequences)) is not None:
             return step
         fit = self._fit if images is None else _fits_no_graph
-        shape = Shape(sequences, fit, self._ragged_len)
+        shape = BatchShape(sequences, fit, self._ragged_len)
         graph = shape.graph
         self.staging.restart()
         size, tokens = shape.num_sequences, shape.num_rows
         if graph is not None:
             size, tokens = graph.batch_size, graph.num_rows
         captured = graph is not None
-        places = Places(self.staging, tokens, size, drafts=self._drafts, captured=captured)
+        buffers = InputBuffers(self.staging, tokens, size, drafts=self._drafts, captured=captured)
         if graph is not None:
-            places.pad(graph.query_len, shape.places, self._spare_row)
+            buffers.pad(graph.query_len, shape.token_rows, self._padding_row)
         self._tables.grow(sequences)
-        self._fill(places, sequences, shape)
-        input_ids = places.input_ids[: shape.num_rows]
-        next_token_ids = self._put_shifted_input_ids(places, sequences, shape)
+        self._fill(buffers, sequences, shape)
+        input_ids = buffers.input_ids[: shape.num_rows]
+        next_token_ids = self._put_shifted_input_ids(buffers, sequences, shape)
         sample = self._sampler.lay_out(
             batch,
             shape.rows,
             input_ids,
-            places.positions[: shape.num_rows],
+            buffers.positions[: shape.num_rows],
             shape.ends,
             self.staging,
         )
         indices = sample.layout.indices
         sampled, is_sampled = None, next_token_ids is not None and sample.rows is not None
-        draft_sampling_rows = places.rows_dev[: shape.num_sequences] if is_sampled else None
+        draft_sampling_rows = buffers.rows_dev[: shape.num_sequences] if is_sampled else None
         if len(indices) != len(sequences):
             sampled = self.staging.put(np.array(indices, dtype=np.int64))
             draft_sampling_rows = self.staging.put(shape.rows[indices]) if is_sampled else None
@@ -237,7 +237,7 @@ class InputBuilder:
         words = self.staging.words() if layout is not None and keeps else None
         # Last, since their number changes between steps that are otherwise the same.
         carried = self._send(sequences, sample, shape.lens)
-        model_input = self._model_input(places, sequences, shape, graph)
+        model_input = self._model_input(buffers, sequences, shape, graph)
         if images is not None:
             model_input = replace(model_input, images=images)
         if self._selects_rows and graph is None and not is_replayable and not sample.prompts:
@@ -245,7 +245,7 @@ class InputBuilder:
         self._take_carried(carried, model_input, sample, next_token_ids)
         if words is not None:
             first = (sequences, model_input, graph, sample, next_token_ids)
-            where = (places.rows_dev, draft_sampling_rows, shape.places)
+            where = (buffers.rows_dev, draft_sampling_rows, shape.token_rows)
             own = StepLayout.of(*first, *where, self.staging, words)
             self._kept.add(layout, own)
         is_decode = layout is not None
@@ -323,19 +323,21 @@ class InputBuilder:
             given = (model_input, sample, next_token_ids, self._tables, self._block_size)
             self._carried.take(plan, *given)
 
-    def _fill(self, places: Places, sequences: Sequence[ScheduledSequence], shape: Shape) -> None:
-        count, size, own = shape.num_sequences, self._block_size, shape.places
-        places.input_ids[own] = [token for s in sequences for token in s.token_ids]
-        places.positions[own] = shape.positions
-        places.slots[own] = self._tables.slots_at(shape.owners, shape.positions, size)
-        places.rows[:count] = places.state_rows[:count] = shape.rows
-        places.context_lens[:count] = shape.context_lens
-        places.block_counts[:count] = [s.num_blocks for s in sequences]
+    def _fill(
+        self, buffers: InputBuffers, sequences: Sequence[ScheduledSequence], shape: BatchShape
+    ) -> None:
+        count, size, own = shape.num_sequences, self._block_size, shape.token_rows
+        buffers.input_ids[own] = [token for s in sequences for token in s.token_ids]
+        buffers.positions[own] = shape.positions
+        buffers.slots[own] = self._tables.slots_at(shape.owners, shape.positions, size)
+        buffers.rows[:count] = buffers.state_rows[:count] = shape.rows
+        buffers.context_lens[:count] = shape.context_lens
+        buffers.block_counts[:count] = [s.num_blocks for s in sequences]
         if shape.graph is not None:
-            places.num_drafts[:count] = [s.num_drafts for s in sequences]
-            places.padding[:count] = [shape.longest_query - len(s.token_ids) for s in sequences]
-        places.starts[0] = 0
-        places.starts[1 : count + 1] = np.cumsum(shape.lens)
+            buffers.num_drafts[:count] = [s.num_drafts for s in sequences]
+            buffers.padding[:count] = [shape.longest_query - len(s.token_ids) for s in sequences]
+        buffers.starts[0] = 0
+        buffers.starts[1 : count + 1] = np.cumsum(shape.lens)
 
     def _select_tables(
         self, sequences: Sequence[ScheduledSequence], rows: torch.Tensor, graph: GraphKey | None
@@ -354,43 +356,43 @@ class InputBuilder:
         return self._tables.on_device[:, :width].index_select(0, rows)
 
     def _put_shifted_input_ids(
-        self, places: Places, sequences: Sequence[ScheduledSequence], shape: Shape
+        self, buffers: InputBuffers, sequences: Sequence[ScheduledSequence], shape: BatchShape
     ) -> torch.Tensor | None:
         if not self._drafts:
             return None
-        after = np.roll(places.input_ids[: shape.num_rows], -1)
+        after = np.roll(buffers.input_ids[: shape.num_rows], -1)
         middle = [i for i, s in enumerate(sequences) if s.successor_token is not None]
         if middle:
             after[shape.ends[middle] - 1] = [sequences[i].successor_token for i in middle]
-        places.successors[: shape.num_rows] = after
-        return places.successors_dev[: shape.num_rows]
+        buffers.successors[: shape.num_rows] = after
+        return buffers.successors_dev[: shape.num_rows]
 
     def _model_input(
         self,
-        places: Places,
+        buffers: InputBuffers,
         sequences: Sequence[ScheduledSequence],
-        shape: Shape,
+        shape: BatchShape,
         graph: GraphKey | None,
     ) -> ModelInput:
         count, tokens = shape.num_sequences, shape.num_rows
         return ModelInput(
-            places.input_ids_dev[:tokens],
-            places.positions_dev[:tokens],
+            buffers.input_ids_dev[:tokens],
+            buffers.positions_dev[:tokens],
             AttentionMetadata(
-                slot_mapping=places.slots_dev[:tokens],
-                block_tables=self._select_tables(sequences, places.rows_dev, graph),
-                block_counts=places.block_counts_dev[:count],
-                context_lens=places.context_lens_dev[:count],
-                cu_seqlens_q=places.starts_dev[: count + 1],
+                slot_mapping=buffers.slots_dev[:tokens],
+                block_tables=self._select_tables(sequences, buffers.rows_dev, graph),
+                block_counts=buffers.block_counts_dev[:count],
+                context_lens=buffers.context_lens_dev[:count],
+                cu_seqlens_q=buffers.starts_dev[: count + 1],
                 max_seqlen_q=shape.longest_query,
                 max_context_len=shape.longest_context,
                 query_lens_cpu=tuple(shape.lens),
                 context_lens_cpu=_known(sequences, tuple(shape.context_lens)),
                 most_context_cpu=tuple(shape.context_lens),
                 padding_lens=(
-                    None if graph is None or graph.query_len == 1 else places.padding_dev[:count]
+                    None if graph is None or graph.query_len == 1 else buffers.padding_dev[:count]
                 ),
-                state_rows=places.state_rows_dev[:count],
+                state_rows=buffers.state_rows_dev[:count],
             ),
         )
 

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from atom.batch import ScheduledSequence, StepParts
-from atom.graphs.recorded import Recording, StepRecorder, Work
+from atom.graphs.recorded import Recordable, Recording, StepRecorder
 from atom.graphs.runner import ForwardOp
 from atom.graphs.staging import Arriving
 from atom.model_engine.step.input_builder import StepInput
@@ -166,8 +166,8 @@ class RecordedSteps(StepRunner):
             view = replace(view, guide=self._guide)
             name, key = f"{name} within grammars", ("within grammars", num_drafts)
 
-        def work() -> Work[Proposal]:
-            return Work(
+        def work() -> Recordable[Proposal]:
+            return Recordable(
                 name,
                 num_drafts,
                 view.tensors,
@@ -181,7 +181,7 @@ class RecordedSteps(StepRunner):
             self._guide.guide = None
         return proposal, self._recorder.was_replayed
 
-    def _whole(self, step: StepInput, *, rests: bool) -> Work[_Recorded]:
+    def _whole(self, step: StepInput, *, rests: bool) -> Recordable[_Recorded]:
         """The target's part of a step, and all of one at rest."""
         plan, model_input = step.sample, step.model_input
 
@@ -192,7 +192,7 @@ class RecordedSteps(StepRunner):
                 self._proposer.propose(_with_own_metadata(view), 0)
             return _Recorded(target, is_whole=True, is_drafted=view is not None)
 
-        return Work(
+        return Recordable(
             f"a step{'' if plan.is_greedy else ' that samples'}{' at rest' if rests else ''}",
             (plan.needs, model_input.attention.max_seqlen_q),
             (*_inputs(step), *plan.tensors),
@@ -209,10 +209,10 @@ class RecordedSteps(StepRunner):
         target = TargetStep(layers.output, verified, layers.last_rows, layers.draft_sampling)
         return _Recorded(target, recordings=layers.recordings)
 
-    def _layers(self, step: StepInput) -> Work[_Layers]:
+    def _layers(self, step: StepInput) -> Recordable[_Layers]:
         """All of the target's part but for the choice of tokens."""
         plan, is_sampled = step.sample, step.draft_sampling_rows is not None
-        return Work(
+        return Recordable(
             "a step up to its logits",
             (kind_of(plan.needs) if is_sampled else None, step.model_input.attention.max_seqlen_q),
             (*_inputs(step), plan.logits_indices),

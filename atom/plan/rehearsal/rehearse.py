@@ -279,7 +279,7 @@ class _FirstRank:
 
     def _peak_of_largest_steps(self) -> int:
         rank, parts = self._built.rank, self._built.parts
-        drafter = Drafter(parts.proposer, "largest", None, None, waiting_is_free=False)
+        drafter = Drafter(parts.proposer, "largest", None, None, sync_is_free=False)
         runner = create_runner(rank, replace(parts, drafter=drafter))
         context_len, most = rank.context.max_model_len, parts.drafter.max_drafts
         batches = largest_steps(rank.config, context_len, most, rank.vocab_size)
@@ -350,7 +350,7 @@ class _FirstRank:
     def _decode(self, num_blocks: int) -> Decoding:
         """A short prompt, and the step that verifies its drafts and makes more."""
         rank, parts = self._built.rank, self._built.parts
-        drafter = Drafter(parts.proposer, "decode", None, None, waiting_is_free=False)
+        drafter = Drafter(parts.proposer, "decode", None, None, sync_is_free=False)
         runner = self._runner.rehearsing(drafter)
         limits = warm_up_limits(rank, parts.drafter.max_drafts, num_blocks)
         prompt, decode, *_ = next(warm_ups(limits)).batches

@@ -22,7 +22,7 @@ TakeOp = Callable[
 ]
 
 
-class Shape:
+class BatchShape:
     """Which rows of a step the tokens of a batch get.
 
     In a graph all sequences have as many rows: those behind a sequence's tokens are padding.
@@ -34,8 +34,8 @@ class Shape:
         longest_query, longest_context: the largest of them, or an upper bound.
         rows: [B], the sequences' rows in the tables.
         ends: [B], the row after each sequence's last token.
-        places, positions, owners: of each token, its row of T, its position, and its sequence's row
-            in the tables.
+        token_rows, positions, owners: of each token, its row of T, its position, and its sequence's
+            row in the tables.
     """
 
     def __init__(self, sequences: Sequence[ScheduledSequence], fit: FitOp, ragged_len: int) -> None:
@@ -56,12 +56,12 @@ class Shape:
         begins = np.cumsum(lens) - lens
         self.ends = begins + own
         within = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
-        self.places = within + np.repeat(begins, own)
+        self.token_rows = within + np.repeat(begins, own)
         self.positions = within + np.repeat(np.array(starts), own)
         self.owners = np.repeat(self.rows, own)
 
 
-class Places:
+class InputBuffers:
     """Host arrays and device tensors (`*_dev`) of a forward pass over T tokens of B sequences.
 
     Args:
@@ -92,23 +92,23 @@ class Places:
         padded = num_sequences if captured else 0
         self.padding, self.padding_dev = staging.reserve(padded, torch.int32)
 
-    def pad(self, query_len: int, places: np.ndarray, spare_row: int) -> None:
+    def pad(self, query_len: int, token_rows: np.ndarray, padding_row: int) -> None:
         """Fill everything with padding: sequences with slot -1 (no KV write) and a context of
         `query_len` tokens, whose rows repeat the last token of the batch.
 
         Args:
-            places: the rows that are no padding, if any; ascending.
-            spare_row: of the pools of states, which no sequence has.
+            token_rows: the rows that are no padding, if any; ascending.
+            padding_row: of the pools of states, which no sequence has.
         """
         self.input_ids[:] = 0
         self.positions[:] = 0
         self.slots[:] = -1
         self.successors[:] = 0
         self.num_drafts[:] = 0
-        self.sources[:] = places[-1] if len(places) else 0
-        self.sources[places] = places
+        self.sources[:] = token_rows[-1] if len(token_rows) else 0
+        self.sources[token_rows] = token_rows
         self.rows[:] = 0
-        self.state_rows[:] = spare_row
+        self.state_rows[:] = padding_row
         self.block_counts[:] = 0
         # A context cannot be shorter than its queries; a key is left for attention to read.
         self.context_lens[:] = query_len
