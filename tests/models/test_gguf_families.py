@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import (
     MODEL_ARCH,
     MODEL_ARCH_NAMES,
@@ -32,6 +33,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from atom.config import ConfigError, ModelOptions
 from atom.environment import cache_dir
 from atom.model_loader.drafts.mtp import load_mtp
+from atom.model_loader.errors import WeightError
 from atom.model_loader.gguf.architectures import ARCHITECTURES
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.source import resolve_model
@@ -76,11 +78,18 @@ _SAME_MATHS = {
     # Transformers has none of these; their converters write what Llama's would.
     "llama-internlm2": "internlm2",
     "llama-exaone": "exaone",
+    "granite-minicpm": "minicpm",
+    # Texts of models that see.
+    "qwen2-vl": "qwen2vl",
+    "qwen3-vl": "qwen3vl",
+    "qwen3_moe-vl": "qwen3vlmoe",
 }
 # What files do not say, llama.cpp knows.
 _IMPLIED: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
     "qwen3_moe": {"norm_topk_prob": True},
+    "qwen3_moe-vl": {"norm_topk_prob": True},
+    "granite-minicpm": {"attention_multiplier": 12**-0.5},
     "cohere": {"tie_word_embeddings": True},
     "cohere-norms": {"tie_word_embeddings": True},
     "cohere2": {"num_hidden_layers": 4, "layer_types": None},
@@ -215,6 +224,36 @@ def test_another_choice_of_experts_is_refused(tmp_path: Path) -> None:
         resolve_model(ModelOptions(str(path)))
 
 
+def test_a_granite_without_rotations_and_a_minicpm_without_factors_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_family("granite", tmp_path / "checkpoint")
+    path = write_file(tmp_path / "granite.gguf", "granite", checkpoint, finetuned=False)
+    with pytest.raises(ConfigError, match=r"granite with rope\.scaling\.finetuned"):
+        resolve_model(ModelOptions(str(path)))
+    monkeypatch.delitem(_KEYS, "logits_scaling")
+    path = write_file(tmp_path / "minicpm.gguf", "minicpm", checkpoint)
+    with pytest.raises(WeightError, match=r"lacks minicpm\.logit_scale"):
+        resolve_model(ModelOptions(str(path), tokenizer=str(checkpoint.folder)))
+
+
+@pytest.mark.parametrize(("name", "text"), [("Qwen2_5_VL", "Qwen2"), ("Qwen3VL", "Qwen3")])
+def test_texts_of_models_that_see_are_those_of_the_text_family(name: str, text: str) -> None:
+    """Sections of a rotation by equal positions are one rotation, which files of these rely on."""
+    sizes = {**checkpoints.DENSE, "head_dim": 12, "rms_norm_eps": 1e-6}
+    plain = getattr(transformers, f"{text}ForCausalLM")(
+        getattr(transformers, f"{text}Config")(**sizes)
+    ).eval()
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+    config = getattr(transformers, f"{name}TextConfig")(**sizes, rope_parameters=rope)
+    seeing = getattr(transformers, f"{name}TextModel")(config).eval()
+    seeing.load_state_dict(plain.model.state_dict())
+    ids = torch.tensor([prompt(24)])
+    with torch.inference_mode():
+        found, expected = (m(input_ids=ids).last_hidden_state for m in (seeing, plain.model))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 def write(name: str, folder: Path, **fields: Any) -> Checkpoint:
     """Of `families.py`, `checkpoints.py` or `transformers_families.py`."""
     if name in transformers_families.FAMILIES:
@@ -265,10 +304,12 @@ def write_file(
     prediction: Mapping[str, torch.Tensor] | None = None,
     splits_up: bool = True,
     gating: int = 2,
+    finetuned: bool | None = None,
 ) -> Path:
     """Args:
     prediction: tensors of prediction layers.
     splits_up: whether the up-projections of latents are two tensors, as they are since 2025-04.
+    finetuned: whether the model was trained further after its rotation was scaled.
     """
     config = checkpoint.reference.config
     writer = GGUFWriter(path, name)
@@ -277,6 +318,8 @@ def write_file(
         keys = {field: key for field, key in _KEYS.items() if "expert" not in key}
     for field, key in keys.items():
         value = getattr(config, field, None)
+        if (name, key) == ("minicpm", "attention.scale"):
+            continue
         if key == "block_count" and prediction:
             value += 1
         if isinstance(value, bool):
@@ -288,12 +331,18 @@ def write_file(
     rope = config.rope_parameters
     if "full_attention" in rope:
         rope = rope["full_attention"]
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if finetuned is not None:
+        writer.add_rope_scaling_finetuned(finetuned)
+    if "vl" in name:
+        writer.add_rope_dimension_sections([size // 6] * 3 + [0])
+    if name.startswith("qwen3vl"):
+        writer.add_num_deepstack_layers(2)
     if name in ("gemma2", "gemma3", "cohere2", "gpt-oss"):
         writer.add_uint32(f"{name}.attention.sliding_window", config.sliding_window)
     if rope["rope_type"] == "linear":
         writer.add_string(f"{name}.rope.scaling.type", "linear")
         writer.add_float32(f"{name}.rope.scaling.factor", rope["factor"])
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotated = int(size * rope.get("partial_rotary_factor", 1.0))
     lengths = {"key_length": size, "value_length": size}
     if name == "deepseek2":

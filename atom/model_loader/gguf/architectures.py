@@ -118,6 +118,13 @@ _LAYER_NORMS = {
     "logit_scale": ("logit_scale", float),
 }
 _WINDOW = {"sliding_window": ("attention.sliding_window", int)}
+_MULTIPLIERS = {
+    "embedding_multiplier": ("embedding_scale", float),
+    "residual_multiplier": ("residual_scale", float),
+    "logits_scaling": ("logit_scale", float),
+}
+# Positions of a text are one number, which rotates all sections alike.
+_SECTIONS = "rope.dimension_sections"
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,8 @@ class Architecture:
     rounds_yarn: whether YaRN's range of scaled frequencies ends at whole numbers.
     adds_one: whether norms in the file have the 1 that the checkpoint's are without.
     scales_queries: whether queries are scaled by position.
+    is_complete: whether a file without one of the keys of `fields` is refused.
+    of_images: keys that change nothing in a text without images.
     """
 
     model_class: str
@@ -152,6 +161,8 @@ class Architecture:
     rounds_yarn: bool = True
     adds_one: bool = False
     scales_queries: bool = False
+    is_complete: bool = False
+    of_images: frozenset[str] = frozenset()
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -192,6 +203,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _QWEN_EXPERTS,
         {"norm_topk_prob": True},
     ),
+    # The text networks of models that see.
+    "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2", _LLAMA, of_images=frozenset({_SECTIONS})),
+    "qwen3vl": Architecture(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        _LLAMA | _QK_NORMS,
+        of_images=frozenset({_SECTIONS, "n_deepstack_layers"}),
+    ),
+    "qwen3vlmoe": Architecture(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        _PRE_NORMS | _ATTENTION | _QK_NORMS | _EXPERTS,
+        _QWEN_EXPERTS,
+        {"norm_topk_prob": True},
+        of_images=frozenset({_SECTIONS, "n_deepstack_layers"}),
+    ),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", _LLAMA, pairs=True),
     "olmo2": Architecture(
         "Olmo2ForCausalLM",
@@ -208,13 +235,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "GraniteForCausalLM",
         "granite",
         _LLAMA,
-        {
-            "attention_multiplier": ("attention.scale", float),
-            "embedding_multiplier": ("embedding_scale", float),
-            "residual_multiplier": ("residual_scale", float),
-            "logits_scaling": ("logit_scale", float),
-        },
+        {**_MULTIPLIERS, "attention_multiplier": ("attention.scale", float)},
         pairs=True,
+    ),
+    # Files of before 2024-12 have none of the multipliers.
+    "minicpm": Architecture(
+        "GraniteForCausalLM", "granite", _LLAMA, _MULTIPLIERS, pairs=True, is_complete=True
     ),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",

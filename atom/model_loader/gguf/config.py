@@ -29,6 +29,8 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 _GEMMAS_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 _DEFAULT_ROPE_THETA = 10000.0
 
+# In files of Granite: whether there are rotations at all.
+_FINETUNED = "rope.scaling.finetuned"
 _KNOWN_KEYS = {
     "block_count",
     "context_length",
@@ -44,7 +46,7 @@ _KNOWN_KEYS = {
     "rope.scaling.type",
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
-    "rope.scaling.finetuned",
+    _FINETUNED,
     "rope.scaling.attn_factor",
     "rope.freq_base_swa",
     "vocab_size",
@@ -94,13 +96,15 @@ def check_architecture(file: GGUFFile) -> None:
             f"{', '.join(ARCHITECTURES)}"
         )
     prefix, entry = f"{architecture}.", architecture_of(file)
-    known = _KNOWN_KEYS | {key for key, _ in entry.fields.values()}
+    known = _KNOWN_KEYS | entry.of_images | {key for key, _ in entry.fields.values()}
     if entry.is_latent:
         known |= _LATENT_KEYS
     if entry.scales_queries:
         known |= {TEMPERATURE, *_YARN_KEYS}
     if file.metadata.get(prefix + _GATING, int, entry.gating) == entry.gating:
         known.add(_GATING)
+    if entry.model_type == "granite" and not file.metadata.get(prefix + _FINETUNED, bool, True):
+        known.discard(_FINETUNED)
     keys = [k.removeprefix(prefix) for k in file.metadata if k.startswith(prefix)]
     unknown = [k for k in keys if k not in known]
     refused = [k for k in unknown if k not in _ZERO_KEYS or file.metadata.get(prefix + k, int, 0)]
@@ -199,6 +203,8 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
         config["topk_method"] = "group_limited_greedy"
     # They are counted as blocks.
     config["num_hidden_layers"] -= config.get("num_nextn_predict_layers", 0)
+    if architecture.model_type == "granite":
+        config.setdefault("attention_multiplier", config["head_dim"] ** -0.5)
     if architecture.model_type in _GEMMAS_BY_WIDTH:
         config["query_pre_attn_scalar"] = _gemma_scalar(config)
     if "blk.0.ffn_gate.bias" in file.tensors:
@@ -211,8 +217,15 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _fields(file: GGUFFile, architecture: Architecture) -> dict[str, Any]:
-    """What the architecture has besides. A window of 0 is none."""
+    """What the architecture has besides. A window of 0 is none.
+
+    Raises:
+        WeightError: when a key is missing that the architecture always has.
+    """
     prefix = f"{file.architecture}."
+    if architecture.is_complete:
+        for key, kind in architecture.fields.values():
+            file.metadata.require(prefix + key, kind)
     found = {
         name: file.metadata.get(prefix + key, kind)
         for name, (key, kind) in architecture.fields.items()
@@ -347,9 +360,12 @@ def _llama3_parameters(file: GGUFFile, theta: float, size: int) -> dict[str, Any
 
 
 def _longrope_parameters(file: GGUFFile, theta: float, config: dict[str, Any]) -> dict[str, Any]:
-    """Phi-3's: a divisor of each frequency within the original context, and one beyond it."""
+    """Phi-3's: a divisor of each frequency within the original context, and one beyond it. A file
+    that does not say what was the original context means its own.
+    """
     own = f"{file.architecture}.rope.scaling."
-    original = file.metadata.require(own + "original_context_length", int)
+    context = int(config["max_position_embeddings"])
+    original = file.metadata.get(own + "original_context_length", int, context)
     config["original_max_position_embeddings"] = original
     parameters = {
         "rope_type": "longrope",
