@@ -5,6 +5,7 @@ What they do not hold is NaN, so that nobody can read it unnoticed.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
@@ -27,11 +28,17 @@ from atom import SamplingParams
 from atom.entrypoints.llm import LLM
 from atom.kv_cache.base import KVCachePlan
 from atom.kv_cache.builders import attention_layers
+from atom.model_engine.admission import AdmissionLimits
+from atom.model_engine.arg_utils import engine_config
+from atom.model_engine.async_engine import AsyncEngine
+from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.executor import RanksExecutor
+from atom.model_engine.processes import wire
 from atom.model_engine.start_up import kv_memory
 from atom.model_engine.step import planned_graphs
 from atom.model_ops.attention.mha import Attention
 from atom.model_ops.kernels.native.build import native_build
+from atom.outputs import RequestOutput
 
 # Windows of 9 tokens on some layers, on all, and on all but one.
 NAMES = ("gemma3_text", "mistral-window", "cohere2")
@@ -54,13 +61,13 @@ class Models:
         return str(engines.write_draft("mha", self._folder / "draft", len(self._tokenizer)))
 
     def _expected(self, name: str) -> list[list[int]]:
-        found = []
-        for prompt_ids in PROMPTS:
-            tokens = list(prompt_ids)
-            for _ in range(GREEDY.max_tokens or 0):
-                tokens.append(int(self.checkpoint(name).logits(tokens)[-1].argmax()))
-            found.append(tokens[len(prompt_ids) :])
-        return found
+        return [self.greedy(name, prompt_ids, GREEDY.max_tokens or 0) for prompt_ids in PROMPTS]
+
+    def greedy(self, name: str, prompt_ids: list[int], count: int) -> list[int]:
+        tokens = list(prompt_ids)
+        for _ in range(count):
+            tokens.append(int(self.checkpoint(name).logits(tokens)[-1].argmax()))
+        return tokens[len(prompt_ids) :]
 
     def engine(self, name: str, **options: Any) -> LLM:
         given = {"max_num_batched_tokens": 16, **options}
@@ -178,6 +185,71 @@ def test_a_conversation_goes_on_behind_its_prefix(models: Models) -> None:
     assert found.num_cached_tokens == 96
     fresh = models.engine("gemma3_text", enable_prefix_caching=False)
     assert generate(fresh, sampling, [longer]) == [list(found.outputs[0].token_ids)]
+
+
+class LocalEngine:
+    """In place of an `EngineClient`: an engine in this process, which steps when it is read."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core, self.pid = core, id(core)
+        self.is_alive = self.is_open = True
+        self.num_requests = 0
+        self._has_work = asyncio.Event()
+
+    def send(self, message: wire.ToEngine) -> None:
+        if isinstance(message, wire.AddRequests):
+            for request in message.requests():
+                self.core.add_request(request)
+                self.num_requests += 1
+            self._has_work.set()
+
+    async def receive(self) -> list[wire.FromEngine]:
+        while not self.core.has_work:
+            self._has_work.clear()
+            await self._has_work.wait()
+        await asyncio.sleep(0)
+        return [wire.Step(self.core.step())]
+
+    async def stop(self) -> None:
+        self.is_alive = self.is_open = False
+
+    kill = stop
+
+
+async def test_replicas(models: Models, byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Each has windows of its own, and a conversation finds those of the replica that it was on."""
+    name = "gemma3_text"
+    cores = [models.engine(name).engine.core for _ in range(2)]
+    assert all(core.limits.window is not None for core in cores)
+    replicas = [LocalEngine(core) for core in cores]
+    frontend = AsyncEngine(
+        [(each, wire.Ready(each.core.limits, each.core.stats, 0.0)) for each in replicas],  # type: ignore[misc]
+        None,  # type: ignore[arg-type]  # none dies
+        engine_config(data_parallel_size=2),
+        "windows",
+        name,
+        byte_level_tokenizer,
+        AdmissionLimits(6),
+        None,
+    )
+
+    async def answer(request: str, prompt_ids: list[int], count: int) -> RequestOutput:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        (output,) = [o async for o in frontend.generate(request, prompt_ids, params, stream=False)]
+        return output
+
+    try:
+        count = GREEDY.max_tokens or 0
+        first = await asyncio.gather(*(answer(str(len(p)), p, count) for p in PROMPTS))
+        found = [list(output.outputs[0].token_ids) for output in first]
+        assert found == models.expected(name)
+        assert sorted(each.num_requests for each in replicas) == [1, 2]
+        longer = [*PROMPTS[0], *found[0], 5, 6, 7]
+        second = await answer("longer", longer, 8)
+        assert list(second.outputs[0].token_ids) == models.greedy(name, longer, 8)
+        assert second.num_cached_tokens == 96
+    finally:
+        await frontend.shutdown(0)
 
 
 def test_engines_that_share_experts(models: Models) -> None:
