@@ -65,7 +65,11 @@ def check_fit(
 
 
 def _check_layers(tensors: Sequence[CheckpointTensor], source: ModelSource) -> None:
-    """Report missing layers by number, instead of by the names of all their tensors."""
+    """Report missing layers by number, instead of by the names of all their tensors. In models of
+    transformers' classes a layer may be counted as two.
+    """
+    if source.implementation is not None and source.implementation.kind == "transformers":
+        return
     numbers = [int(match[1]) for tensor in tensors if (match := _LAYER.fullmatch(tensor.name))]
     stated = source.hf_config.get_text_config().num_hidden_layers
     if numbers and max(numbers) + 1 < stated:

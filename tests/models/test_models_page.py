@@ -111,8 +111,7 @@ def every_night() -> str:
     return (
         f"Every night each of transformers' causal language models is tried by this code, native "
         f"families too. Of the {len(OUTCOMES)} types of version {VERSION}, {counts['equal']} are "
-        f"equal and {counts['refused']} are refused by name; of {counts['untried']} transformers "
-        f"itself makes, runs or saves no small one."
+        f"equal and {counts['refused']} are refused by name."
     )
 
 

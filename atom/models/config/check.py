@@ -153,7 +153,10 @@ def _check_counts(config: Mapping[str, Any], where: str) -> None:
                 continue
             if type(value) is not int or value < least:
                 kind = "a positive integer" if least else "an integer of 0 or more"
-                raise ConfigError(f"{where}: {name} should be {kind}, got {_show(value)}")
+                told = f"{where}: {name} should be {kind}, got {_show(value)}"
+                if isinstance(value, list) and isinstance(config.get("model_type"), str):
+                    told += f": layers of several sizes ({config['model_type']}) are not supported"
+                raise ConfigError(told)
             if value > most:
                 raise ConfigError(f"{where}: {name}={value} is more than the {most} of any model")
 

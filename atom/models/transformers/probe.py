@@ -181,7 +181,12 @@ def probe(base: PreTrainedModel) -> list[LayerFacts]:
     with _buffers_on(base, device), _experts_skipped(base):
         positions = torch.arange(2, device=device)[None]
         # With a mask nobody looks at the values of positions.
-        run(base, call, input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+        try:
+            mask = torch.ones_like(ids)
+            run(base, call, input_ids=ids, position_ids=positions, attention_mask=mask)
+        except NotImplementedError as error:
+            told = str(error).splitlines()[0][:100]
+            raise ConfigError(f"what it computes depends on values of weights ({told})") from error
     config._attn_implementation = PAGED
     if missing := [str(i) for i in range(number) if i not in call.layers]:
         raise ConfigError(f"layers {', '.join(missing)} of {number} never call attention")
