@@ -6,6 +6,10 @@ the prompt's tokens over the time to the first token. Medians over the rounds ar
 python benchmarks/compare_transformers.py
 python benchmarks/compare_transformers.py --dtype float32 --rounds 5 --cases decode-1 prefill
 python benchmarks/compare_transformers.py --random-model qwen3-next-200m
+python benchmarks/compare_transformers.py --modelling-code --quantization auto --cases decode-1
+
+With `--modelling-code` both are ours: the native class, and transformers' modelling code, as
+`--model-impl transformers` runs it.
 """
 
 from __future__ import annotations
@@ -155,7 +159,10 @@ def make_cases(llm: LLM, args: argparse.Namespace) -> list[Case]:
 
 
 def compare(case: Case, engines: dict[str, Engine]) -> dict[str, Any]:
-    """Alternate the engines, swapping who goes first; the first round is not counted."""
+    """Alternate the two engines, swapping who goes first; the first round is not counted. The ratio
+    is the second's speed over the first's.
+    """
+    reference, measured = engines
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     same = total = 0
     for number, prompts in enumerate(case.rounds):
@@ -172,7 +179,7 @@ def compare(case: Case, engines: dict[str, Engine]) -> dict[str, Any]:
     return {
         "case": case.name,
         "median_tokens_per_s": medians,
-        "ratio": medians["atom"] / medians["transformers"],
+        "ratio": medians[measured] / medians[reference],
         "same_tokens": same / total,
         "rounds": speeds,
     }
@@ -185,6 +192,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", help="folder, .gguf or hub id; the embedded model when omitted")
     model.add_argument("--random-model", choices=SHAPES, help="of this shape, with random weights")
+    parser.add_argument(
+        "--modelling-code", action="store_true", help="transformers' modelling code over the native"
+    )
+    parser.add_argument(
+        "--quantization", default="none", help="with --modelling-code (default: %(default)s)"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
@@ -193,28 +206,47 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-threads", type=int, help="of both; all processors when omitted")
     parser.add_argument("--output-json", type=Path)
     parser.add_argument("--output-md", type=Path)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.quantization != "none" and not args.modelling_code:
+        parser.error("--quantization needs --modelling-code: generate has floating-point weights")
+    return args
 
 
 def make_engines(args: argparse.Namespace) -> tuple[LLM, dict[str, Engine]]:
-    import torch
-
-    from atom import LLM
-    from atom.config import ModelOptions
-    from atom.model_loader.source import resolve_model
-    from atom.platform import current_platform, default_num_threads
+    """The native engine, and two to compare by their names."""
+    from atom.platform import default_num_threads
 
     threads = args.num_threads or default_num_threads()
-    llm = LLM(
+    native = make_llm(args, threads)
+    if args.modelling_code:
+        other = make_llm(args, threads, model_impl="transformers")
+        return native, {"native": AtomEngine(native), "modelling code": AtomEngine(other)}
+    return native, {"transformers": make_generate(args, threads), "atom": AtomEngine(native)}
+
+
+def make_llm(args: argparse.Namespace, threads: int, **options: Any) -> LLM:
+    from atom import LLM
+
+    return LLM(
         model=args.model,
         no_speculation=True,
         dtype=args.dtype,
-        quantization="none",
+        quantization=args.quantization,
         num_threads=threads,
         enable_prefix_caching=False,
         max_num_seqs=8,
         max_num_batched_tokens=max(2048, args.prefill_tokens),
+        **options,
     )
+
+
+def make_generate(args: argparse.Namespace, threads: int) -> TransformersEngine:
+    import torch
+
+    from atom.config import ModelOptions
+    from atom.model_loader.source import resolve_model
+    from atom.platform import current_platform
+
     torch.set_num_threads(threads)
     path = resolve_model(ModelOptions(model=args.model, quantization="none")).path
     dtype = {
@@ -222,22 +254,21 @@ def make_engines(args: argparse.Namespace) -> tuple[LLM, dict[str, Engine]]:
         "bfloat16": torch.bfloat16,
         "float16": torch.float16,
     }[args.dtype]
-    theirs = TransformersEngine(path, dtype, current_platform().device)
-    return llm, {"transformers": theirs, "atom": AtomEngine(llm)}
+    return TransformersEngine(path, dtype, current_platform().device)
 
 
 def to_markdown(results: list[dict[str, Any]], facts: dict[str, Any]) -> str:
     rows = [
         (
             r["case"],
-            f"{r['median_tokens_per_s']['transformers']:.1f}",
-            f"{r['median_tokens_per_s']['atom']:.1f}",
+            *(f"{speed:.1f}" for speed in r["median_tokens_per_s"].values()),
             f"{r['ratio']:.2f}",
             f"{r['same_tokens']:.1%}",
         )
         for r in results
     ]
-    header = ["case", "transformers tok/s", "atom tok/s", "ratio", "same tokens"]
+    names = [f"{name} tok/s" for name in results[0]["median_tokens_per_s"]]
+    header = ["case", *names, "ratio", "same tokens"]
     return f"{markdown_table(header, rows)}\n\n{environment_markdown(facts)}\n"
 
 

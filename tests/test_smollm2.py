@@ -120,6 +120,9 @@ def test_greedy_generation_of_transformers(
             marks=pytest.mark.slow,
         ),
         pytest.param({"method": "suffix", "num_speculative_tokens": 3}, id="suffix"),
+        pytest.param(
+            {"model_impl": "transformers"}, id="transformers' code", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_no_option_changes_a_token(

@@ -53,6 +53,15 @@ def test_compare_transformers(run: Run, tiny_llama_dir: Path, tmp_path: Path) ->
     assert "| decode-8 |" in markdown.read_text()
 
 
+def test_compare_modelling_code(run: Run, tiny_llama_dir: Path) -> None:
+    sizes = ("--rounds", "1", "--max-tokens", "4", "--cases", "decode-1")
+    model = ("--model", str(tiny_llama_dir), "--dtype", "float32", "--num-threads", "1")
+    report = run("compare_transformers", *model, *sizes, "--modelling-code")
+    (result,) = report["results"]
+    assert list(result["median_tokens_per_s"]) == ["native", "modelling code"]
+    assert result["same_tokens"] == 1
+
+
 def test_structured_output(tiny_llama_dir: Path, tmp_path: Path) -> None:
     """As a program of its own."""
     path = tmp_path / "report.json"
