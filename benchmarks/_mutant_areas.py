@@ -1,4 +1,4 @@
-"""What is mutated, and the tests nearest to each file."""
+"""What is mutated, and the tests that are tried against it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Area:
 
     Attributes:
         sources: globs of its files, below `atom/`.
-        tests: globs of the tests that any of its mutants has to pass, below `tests/`; those that
-            mirror its file come before them.
+        tests: globs of the tests nearest to it, below `tests/`; those of all areas that run a
+            mutant's line are tried against it.
     """
 
     name: str
@@ -30,17 +30,10 @@ class Area:
             if path.name != "__init__.py"
         )
 
-    def tests_of(self, tree: Path, source: str) -> list[str]:
-        """The test files for a mutant of a file, the nearest first."""
-        path = Path(source).relative_to("atom")
-        rooms = [path.parent, *path.parent.parents]
-        mirrored = [
-            test
-            for room in rooms
-            for test in sorted((tree / "tests" / room).glob(f"test_{path.stem}*.py"))
-        ]
-        others = [test for p in self.tests for test in sorted((tree / "tests").glob(p))]
-        return [str(t.relative_to(tree)) for t in dict.fromkeys([*mirrored, *others])]
+    def test_files(self, tree: Path) -> list[str]:
+        """The test files whose runs of its lines are known."""
+        found = [test for p in self.tests for test in sorted((tree / "tests").glob(p))]
+        return [str(test.relative_to(tree)) for test in dict.fromkeys(found)]
 
 
 AREAS = (
@@ -49,8 +42,13 @@ AREAS = (
         ["model_engine/scheduler.py", "model_engine/sequence.py", "model_engine/scheduling/*.py"],
         [
             "model_engine/test_scheduler*.py",
-            "model_engine/test_overlap_properties.py",
+            "model_engine/test_overlap*.py",
             "model_engine/test_failed_steps.py",
+            "model_engine/test_admission.py",
+            "model_engine/test_state_checkpoints.py",
+            "model_engine/test_recorded_steps.py",
+            "model_engine/test_own_failures.py",
+            "model_engine/test_async_engine.py",
         ],
     ),
     Area(
@@ -65,7 +63,6 @@ AREAS = (
         [
             "model_engine/test_block_pool.py",
             "kv_cache/test_*.py",
-            "model_engine/test_scheduler*.py",
         ],
     ),
     Area(
@@ -87,6 +84,8 @@ AREAS = (
             "model_ops/test_native_sampling.py",
             "spec_decode/test_synthetic_acceptance.py",
             "spec_decode/test_lossless.py",
+            "spec_decode/test_ragged_lengths.py",
+            "entrypoints/test_offline_api.py",
         ],
     ),
     Area(
@@ -102,10 +101,15 @@ AREAS = (
             "spec_decode/test_chain.py",
             "spec_decode/test_grammar_drafts.py",
             "spec_decode/test_suffix_*.py",
-            "spec_decode/test_eagle3_in_engine.py",
+            "spec_decode/test_eagle3*.py",
             "spec_decode/test_parallel_eagle.py",
-            "spec_decode/test_block_in_engine.py",
+            "spec_decode/test_block*.py",
             "spec_decode/test_mtp.py",
+            "spec_decode/test_draft_*.py",
+            "spec_decode/test_methods.py",
+            "spec_decode/test_prompt_drafts.py",
+            "spec_decode/test_rest.py",
+            "spec_decode/test_switched_off.py",
         ],
     ),
     Area(
@@ -117,14 +121,8 @@ AREAS = (
             "model_engine/compiled_grammars.py",
         ],
         [
-            "structured_output/test_params.py",
-            "structured_output/test_plain.py",
-            "structured_output/test_json_schema.py",
-            "structured_output/test_patterns.py",
-            "structured_output/test_white_space.py",
-            "structured_output/test_xgrammar_backend.py",
-            "structured_output/test_forced_texts.py",
-            "structured_output/test_in_engine.py",
+            "structured_output/test_*.py",
+            "entrypoints/chat/test_structured_output.py",
         ],
     ),
     Area(
@@ -132,12 +130,10 @@ AREAS = (
         ["entrypoints/parsing/*.py", "entrypoints/parsing/*/*.py", "text/*.py"],
         [
             "text/test_*.py",
-            "entrypoints/parsing/test_output_parser.py",
-            "entrypoints/parsing/test_call_formats.py",
-            "entrypoints/parsing/test_call_templates.py",
-            "entrypoints/parsing/test_kimi_calls.py",
-            "entrypoints/parsing/test_tool_grammar.py",
-            "entrypoints/parsing/test_typescript_tools.py",
+            "entrypoints/parsing/test_*.py",
+            "entrypoints/chat/test_chat_tools.py",
+            "entrypoints/chat/test_translated_tools.py",
+            "entrypoints/chat/test_parser_detection.py",
         ],
     ),
     Area(
@@ -152,12 +148,16 @@ AREAS = (
             "entrypoints/http/unknown_fields.py",
         ],
         [
+            "entrypoints/http/test_auth.py",
+            "entrypoints/http/test_byte_fuzz.py",
             "entrypoints/http/test_connection.py",
             "entrypoints/http/test_limits.py",
             "entrypoints/http/test_unknown_fields.py",
+            "entrypoints/server/test_api_key_file.py",
             "entrypoints/server/test_openai_parts.py",
             "entrypoints/server/test_listening.py",
             "entrypoints/server/test_openai_life.py",
+            "entrypoints/openai/test_openai_errors.py",
         ],
     ),
     Area(
@@ -174,13 +174,8 @@ AREAS = (
             "models/config/file.py",
         ],
         [
-            "model_loader/test_safetensors_reader.py",
-            "model_loader/test_lying_checkpoints.py",
-            "model_loader/test_partial_reads.py",
-            "model_loader/test_gguf_*.py",
-            "model_loader/test_*tokenizer.py",
-            "model_loader/test_source.py",
-            "model_loader/test_weights.py",
+            "model_loader/test_*.py",
+            "models/test_config_check.py",
         ],
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
@@ -35,14 +36,20 @@ class Mutant:
     """One change of one file.
 
     Attributes:
-        id: of the change, which other lines of the file do not change.
+        id: of the change, which other functions of the file do not change.
+        function: that it is in, with the names around it; empty where an import runs it.
+        first, last: the lines whose run runs what is changed; those of all the function for its
+            defaults.
         start, end: offsets in the file's UTF-8 bytes.
         before, after: the replaced text and what replaces it.
     """
 
     id: str
     path: str
+    function: str
     line: int
+    first: int
+    last: int
     operator: str
     start: int
     end: int
@@ -68,14 +75,19 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
         starts.append(starts[-1] + len(line))
     mutants = []
     seen: Counter[tuple[str, ...]] = Counter()
-    for node, operator, after in _changes(ast.parse(source)):
+    for place, operator, after in _changes(ast.parse(source)):
+        node, function = place.node, place.function
+        assert isinstance(node, (ast.expr, ast.stmt))
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         before = source[start:end].decode()
-        key = path, operator, before, after
+        key = path, function, operator, before, after
         name = hashlib.sha256("\0".join([*key, str(seen[key])]).encode()).hexdigest()[:12]
         seen[key] += 1
-        mutants.append(Mutant(name, path, node.lineno, operator, start, end, before, after))
+        rows = place.first, place.last
+        mutants.append(
+            Mutant(name, path, function, node.lineno, *rows, operator, start, end, before, after)
+        )
     return mutants
 
 
@@ -88,30 +100,73 @@ def compiles(source: bytes) -> bool:
     return True
 
 
-_Change = tuple[ast.expr | ast.stmt, str, str]
+@dataclass(frozen=True)
+class _Place:
+    """A node and what is around it: `function`, `first` and `last` are those of a `Mutant`."""
+
+    node: ast.AST
+    names: tuple[str, ...] = ()
+    in_function: bool = False
+    first: int = 0
+    last: int = 0
+
+    @property
+    def function(self) -> str:
+        return ".".join(self.names) if self.in_function else ""
+
+    def within(self, child: ast.AST) -> _Place:
+        """The place of a child."""
+        place = dataclasses.replace(self, node=child)
+        if isinstance(self.node, _NAMED):
+            # Defaults are computed where the function is defined, and used in it.
+            place = dataclasses.replace(
+                place,
+                names=(*self.names, self.node.name),
+                in_function=self.in_function or not isinstance(self.node, ast.ClassDef),
+            )
+        if isinstance(child, ast.stmt):
+            place = dataclasses.replace(place, first=child.lineno, last=_end_of_head(child))
+        return place
 
 
-def _changes(tree: ast.Module) -> Iterator[_Change]:
-    """Node, operator, and what replaces the node."""
-    for node in _acting(tree):
+def _changes(tree: ast.Module) -> Iterator[tuple[_Place, str, str]]:
+    """Place, operator, and what replaces the place's node."""
+    for place in _acting(_Place(tree)):
+        node = place.node
         if isinstance(node, ast.expr):
             for operator, changed in _changed_expressions(node):
                 # Operators bind as they did only within parentheses.
-                yield node, operator, f"({ast.unparse(changed)})"
+                yield place, operator, f"({ast.unparse(changed)})"
         elif isinstance(node, ast.stmt):
-            yield from _changed_statements(node)
+            for inner, operator, after in _changed_statements(node):
+                if inner is node or isinstance(inner, ast.expr):
+                    yield dataclasses.replace(place, node=inner), operator, after
+                else:
+                    yield place.within(inner), operator, after
 
 
-def _acting(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+def _acting(place: _Place) -> Iterator[_Place]:
     """The nodes that decide what a program does: no annotations, texts, messages or imports."""
-    if isinstance(node, (ast.expr, ast.stmt)):
-        yield node
-    for field, value in ast.iter_fields(node):
+    yield place
+    for field, value in ast.iter_fields(place.node):
         if field in ("annotation", "returns", "decorator_list", "type_params", "bases"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not _only_tells(child):
-                yield from _acting(child)
+                yield from _acting(place.within(child))
+
+
+_NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _end_of_head(node: ast.stmt) -> int:
+    """The last line of what a statement computes before the statements in it."""
+    end = node.end_lineno or node.lineno
+    body = getattr(node, "body", None)
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not body:
+        return end
+    inner = body[0]
+    return max(node.lineno, (inner.lineno if isinstance(inner, ast.stmt) else end + 1) - 1)
 
 
 def _only_tells(node: ast.AST) -> bool:
@@ -160,7 +215,7 @@ def _is_text(node: ast.expr) -> bool:
     )
 
 
-def _changed_statements(node: ast.stmt) -> Iterator[_Change]:
+def _changed_statements(node: ast.stmt) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
     if isinstance(node, (ast.If, ast.While)) and not isinstance(node.test, ast.Constant):
         yield node.test, "not", f"(not ({ast.unparse(node.test)}))"
     elif isinstance(node, ast.Return) and not _is_none(node.value):

@@ -1,0 +1,161 @@
+"""Which tests run a line of the core, and what they take: recorded once, and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _mutant_runs import Runner
+from _mutant_tracer import Recorder
+from _mutants import Mutant
+
+_OURS = ("atom", "tests", "conftest", "__main__", "__mp_main__", "mutations", "_mutant")
+
+
+@dataclass(frozen=True)
+class Test:
+    """A test that runs a line, and the seconds that it took when that was recorded."""
+
+    file: str
+    id: str
+    seconds: float
+
+
+class LineMap:
+    """What each test runs, by test file; a file is recorded again once it, or a source that it
+    runs, has changed.
+
+    Args:
+        path: where it is kept.
+        sources: files whose lines are looked at, relative to the tree.
+        limit: seconds for each test file; tests that come later in it are not known.
+    """
+
+    def __init__(
+        self, path: Path, tree: Path, sources: Iterable[str], runner: Runner, limit: float
+    ) -> None:
+        self._path, self._tree, self._runner, self._limit = path, tree, runner, limit
+        self._sources = sorted(sources)
+        self._known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def record(self, files: Sequence[str]) -> None:
+        """Record the test files that are not known as they are now."""
+        for number, file in enumerate(files, start=1):
+            entry = self._known.get(file)
+            if entry is not None and entry["digest"] == self._digest(file, entry["sources"]):
+                continue
+            entry = self._known[file] = self._recorded(file)
+            self._path.write_text(json.dumps(self._known))
+            found = f"{len(entry['tests'])} tests in {entry['seconds']:.1f} s"
+            cut = ", and more than there was time for" if entry["cut"] else ""
+            print(f"map {number}/{len(files)} {file}: {found}{cut}", flush=True)
+        self._known = {file: self._known[file] for file in files}
+
+    @property
+    def modules(self) -> list[str]:
+        """What the tests import that is not of the tree."""
+        return list(dict.fromkeys(m for e in self._known.values() for m in e["modules"]))
+
+    def tests_of(self, mutant: Mutant) -> list[Test]:
+        """The tests that run what is changed, the fastest first; for what an import runs, those
+        that run anything of its file.
+        """
+        wanted = set(range(mutant.first, mutant.last + 1))
+        found = []
+        for file, entry in self._known.items():
+            for test in entry["tests"]:
+                lines = test["lines"].get(mutant.path, ())
+                if lines and (not mutant.function or not wanted.isdisjoint(lines)):
+                    found.append(Test(file, test["id"], test["seconds"]))
+        return sorted(found, key=lambda test: test.seconds)
+
+    def _recorded(self, file: str) -> dict[str, Any]:
+        output = self._path.with_name("recorded.jsonl")
+        output.write_text("")
+        recorder = Recorder(self._tree, self._sources, output)
+        modules = self._path.with_name("modules.json")
+        modules.write_text("[]")
+        ran = self._runner.run(
+            [file],
+            self._limit,
+            _Recording(recorder, modules),
+            keep_going=True,
+            write_bytecode=True,
+        )
+        tests = [json.loads(line) for line in output.read_text().splitlines()]
+        sources = sorted({source for test in tests for source in test["lines"]})
+        return {
+            "digest": self._digest(file, sources),
+            "sources": sources,
+            "seconds": round(ran.seconds, 1),
+            "cut": ran.timed_out,
+            "failed": [] if ran.timed_out else ran.failed,
+            "modules": json.loads(modules.read_text()),
+            "tests": tests,
+        }
+
+    def _digest(self, file: str, sources: Iterable[str]) -> str:
+        digest = hashlib.sha256()
+        for name in (file, *sources):
+            path = self._tree / name
+            digest.update(path.read_bytes() if path.exists() else b"")
+        return digest.hexdigest()
+
+
+class _Recording:
+    """A plugin: the recorder, and what is imported once all tests are collected."""
+
+    def __init__(self, recorder: Recorder, modules: Path) -> None:
+        self._recorder, self._modules = recorder, modules
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.pluginmanager.register(self._recorder)
+
+    def pytest_collection_finish(self) -> None:
+        names = [n for n, m in sys.modules.items() if _is_shared(n, m)]
+        self._modules.write_text(json.dumps(names))
+
+
+def _is_shared(name: str, module: Any) -> bool:
+    """Whether a module is installed, and so not mutated, nor of the tests."""
+    file = getattr(module, "__file__", None) or ""
+    return not name.startswith(_OURS) and ("site-packages" in file or "/lib/python" in file)
+
+
+class Chosen:
+    """A plugin that runs the given tests only, in their order.
+
+    Args:
+        ids: of tests; those of a file follow each other, so that they share its fixtures.
+    """
+
+    def __init__(self, ids: Sequence[str]) -> None:
+        self._places = {name: place for place, name in enumerate(ids)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        chosen = [item for item in items if item.nodeid in self._places]
+        items[:] = sorted(chosen, key=lambda item: self._places[item.nodeid])
+
+
+def choose_tests(tests: Sequence[Test], most_seconds: float) -> tuple[list[Test], float]:
+    """The fastest tests that take `most_seconds` together, at least one, by files, the fastest file
+    first -> tests, seconds.
+    """
+    chosen: list[Test] = []
+    total = 0.0
+    for test in tests:
+        if chosen and total + test.seconds > most_seconds:
+            break
+        chosen.append(test)
+        total += test.seconds
+    files: dict[str, float] = {}
+    for test in chosen:
+        files[test.file] = files.get(test.file, 0.0) + test.seconds
+    return sorted(chosen, key=lambda test: (files[test.file], test.file, test.seconds)), total
