@@ -9,10 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Area:
-    """A part of the core.
+    """A part of the core, or of what checks it.
 
     Attributes:
-        sources: globs of its files, below `atom/`.
+        sources: globs of its files.
         tests: globs of the tests nearest to it, below `tests/`; those of all areas that run a
             mutant's line are tried against it.
     """
@@ -26,7 +26,7 @@ class Area:
         return sorted(
             str(path.relative_to(tree))
             for pattern in self.sources
-            for path in (tree / "atom").glob(pattern)
+            for path in tree.glob(pattern)
             if path.name != "__init__.py"
         )
 
@@ -39,7 +39,11 @@ class Area:
 AREAS = (
     Area(
         "scheduler",
-        ["model_engine/scheduler.py", "model_engine/sequence.py", "model_engine/scheduling/*.py"],
+        [
+            "atom/model_engine/scheduler.py",
+            "atom/model_engine/sequence.py",
+            "atom/model_engine/scheduling/*.py",
+        ],
         [
             "model_engine/test_scheduler*.py",
             "model_engine/test_overlap*.py",
@@ -54,11 +58,11 @@ AREAS = (
     Area(
         "block pool",
         [
-            "model_engine/block_pool.py",
-            "model_engine/scheduling/prefix_cache.py",
-            "model_engine/scheduling/kv_cache_manager.py",
-            "kv_cache/block_tables.py",
-            "kv_cache/paged.py",
+            "atom/model_engine/block_pool.py",
+            "atom/model_engine/scheduling/prefix_cache.py",
+            "atom/model_engine/scheduling/kv_cache_manager.py",
+            "atom/kv_cache/block_tables.py",
+            "atom/kv_cache/paged.py",
         ],
         [
             "model_engine/test_block_pool.py",
@@ -68,14 +72,14 @@ AREAS = (
     Area(
         "verification",
         [
-            "sampling/sampler.py",
-            "sampling/rows.py",
-            "sampling/plan.py",
-            "sampling/token_counts.py",
-            "sampling/edits.py",
-            "sampling/synthetic.py",
-            "model_ops/kernels/torch/speculation.py",
-            "model_ops/kernels/torch/sampling.py",
+            "atom/sampling/sampler.py",
+            "atom/sampling/rows.py",
+            "atom/sampling/plan.py",
+            "atom/sampling/token_counts.py",
+            "atom/sampling/edits.py",
+            "atom/sampling/synthetic.py",
+            "atom/model_ops/kernels/torch/speculation.py",
+            "atom/model_ops/kernels/torch/sampling.py",
         ],
         [
             "sampling/test_*.py",
@@ -91,11 +95,11 @@ AREAS = (
     Area(
         "drafts",
         [
-            "spec_decode/grammar.py",
-            "spec_decode/suffix_*.py",
-            "spec_decode/eagle3_draft_builder.py",
-            "spec_decode/proposers/*.py",
-            "model_engine/step/carried_rows.py",
+            "atom/spec_decode/grammar.py",
+            "atom/spec_decode/suffix_*.py",
+            "atom/spec_decode/eagle3_draft_builder.py",
+            "atom/spec_decode/proposers/*.py",
+            "atom/model_engine/step/carried_rows.py",
         ],
         [
             "spec_decode/test_chain.py",
@@ -115,10 +119,10 @@ AREAS = (
     Area(
         "grammars",
         [
-            "structured_output/*.py",
-            "structured_output/schema/*.py",
-            "model_engine/grammar_queue.py",
-            "model_engine/compiled_grammars.py",
+            "atom/structured_output/*.py",
+            "atom/structured_output/schema/*.py",
+            "atom/model_engine/grammar_queue.py",
+            "atom/model_engine/compiled_grammars.py",
         ],
         [
             "structured_output/test_*.py",
@@ -127,7 +131,7 @@ AREAS = (
     ),
     Area(
         "parsers",
-        ["entrypoints/parsing/*.py", "entrypoints/parsing/*/*.py", "text/*.py"],
+        ["atom/entrypoints/parsing/*.py", "atom/entrypoints/parsing/*/*.py", "atom/text/*.py"],
         [
             "text/test_*.py",
             "entrypoints/parsing/test_*.py",
@@ -139,13 +143,13 @@ AREAS = (
     Area(
         "auth",
         [
-            "entrypoints/http/auth.py",
-            "entrypoints/http/body.py",
-            "entrypoints/http/edge.py",
-            "entrypoints/http/json_budget.py",
-            "entrypoints/http/connection.py",
-            "entrypoints/http/root_path.py",
-            "entrypoints/http/unknown_fields.py",
+            "atom/entrypoints/http/auth.py",
+            "atom/entrypoints/http/body.py",
+            "atom/entrypoints/http/edge.py",
+            "atom/entrypoints/http/json_budget.py",
+            "atom/entrypoints/http/connection.py",
+            "atom/entrypoints/http/root_path.py",
+            "atom/entrypoints/http/unknown_fields.py",
         ],
         [
             "entrypoints/http/test_auth.py",
@@ -163,19 +167,29 @@ AREAS = (
     Area(
         "loaders",
         [
-            "model_loader/safetensors_reader.py",
-            "model_loader/read_files.py",
-            "model_loader/weights.py",
-            "model_loader/layers.py",
-            "model_loader/source.py",
-            "model_loader/gguf/*.py",
-            "model_loader/tokenizers/*.py",
-            "models/config/check.py",
-            "models/config/file.py",
+            "atom/model_loader/safetensors_reader.py",
+            "atom/model_loader/read_files.py",
+            "atom/model_loader/weights.py",
+            "atom/model_loader/layers.py",
+            "atom/model_loader/source.py",
+            "atom/model_loader/gguf/*.py",
+            "atom/model_loader/tokenizers/*.py",
+            "atom/models/config/check.py",
+            "atom/models/config/file.py",
         ],
         [
             "model_loader/test_*.py",
             "models/test_config_check.py",
         ],
+    ),
+    Area(
+        "checkers",
+        [
+            "atom/kv_cache/canary.py",
+            "benchmarks/_chaos/answers.py",
+            "benchmarks/_chaos/lab.py",
+            "benchmarks/_chaos/watch.py",
+        ],
+        ["kv_cache/test_canary.py", "benchmarks/test_chaos.py"],
     ),
 )

@@ -116,7 +116,7 @@ def test_every_area_has_files_and_tests(benchmark_module: Load) -> None:
         assert area.files(ROOT)
         assert area.test_files(ROOT)
         for pattern in area.sources:
-            assert list((ROOT / "atom").glob(pattern)), pattern
+            assert list(ROOT.glob(pattern)), pattern
         for pattern in area.tests:
             assert list((ROOT / "tests").glob(pattern)), pattern
 
