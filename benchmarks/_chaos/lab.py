@@ -172,8 +172,12 @@ class Lab:
         num_clients: int,
         clients: Sequence[tuple[Client, int]] = (PLAIN,),
         allows: Allows | None = None,
+        asks: Sequence[Ask] | None = None,
     ) -> list[Outcome]:
-        """Send `count` requests by so many clients at a time, and judge what comes back."""
+        """Send `count` requests, of `asks` or of all, by so many clients at a time, and judge what
+        comes back.
+        """
+        choices = asks or self.asks
         left = count
         outcomes: list[Outcome] = []
 
@@ -183,8 +187,8 @@ class Lab:
             while left > 0:
                 client = rng.choice(clients)
                 left -= client[1]
-                asks = [rng.choice(self.asks) for _ in range(client[1])]
-                came = await run_client(client, port, asks, rng)
+                chosen = [rng.choice(choices) for _ in range(client[1])]
+                came = await run_client(client, port, chosen, rng)
                 self.judge(record, came, allows)
                 outcomes.extend(came)
 

@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 import httpx
 import psutil
 
-from _chaos.clients import PLAIN, SLOW, VANISHING, Outcome, run_client
+from _chaos.clients import PATIENCE_SECONDS, PLAIN, SLOW, VANISHING, Outcome, run_client
+from _chaos.clock import JumpingClock
 from _chaos.lab import END_SECONDS, Lab, Record, Running, check_held, wait_gone
 from _chaos.patience import patient
 from _chaos.watch import Held, tree
@@ -27,6 +29,13 @@ _STOPPED_SECONDS = 14.0
 # Of sequences that run, and of those that wait.
 _OVERLOAD_RUNNING, _OVERLOAD_WAITING = 4, 8
 _OVERLOAD_CLIENTS = 10 * (_OVERLOAD_RUNNING + _OVERLOAD_WAITING)
+# Seconds: forward by more than any timeout, back before the start, past 32 bits, and as it is.
+_CLOCK_SHIFTS = (7_200, -86_400, 20 * 365 * 86_400, 0)
+_SECONDS_OF_A_SHIFT = 2.0
+# Between when a server looks at its clock and when this program does.
+_CLOCK_SLACK = 600.0
+# Requests after which a server has all the memory that it ever needs, but for so much.
+_GROWN_REQUESTS, _MOST_GROWTH = 1000, 1.01
 # What a squeezed engine may map beyond what it has.
 _SQUEEZED_BYTES = 24 * 2**20
 
@@ -34,7 +43,10 @@ _SQUEEZED_BYTES = 24 * 2**20
 async def _steady(lab: Lab, record: Record, running: Running, before: Held, count: int) -> None:
     """Clients that behave, more than fit in the KV cache."""
     preempted = running.metrics()["preemptions_total"]
-    await lab.load(record, running.port, count, _CLIENTS)
+    # Whatever the others are, more of these run at once than the cache holds at their ends.
+    growing = [ask for ask in lab.asks if ask.grows]
+    await lab.load(record, running.port, count - count // 2, _CLIENTS, asks=growing)
+    await lab.load(record, running.port, count // 2, _CLIENTS)
     await check_held(record, running, before)
     times = running.metrics()["preemptions_total"] - preempted
     record.expect(times > 0, f"sequences were preempted {times:g} times")
@@ -210,12 +222,43 @@ async def _memory(lab: Lab, record: Record, count: int) -> None:
             record.expect(status == 1, f"the server ended with {status}")
 
 
+async def _clock(lab: Lab, record: Record, count: int) -> None:
+    """The wall clock of all processes jumps while requests run, by hours and by years."""
+    with tempfile.TemporaryDirectory(prefix="atom-chaos-clock-") as folder:
+        clock = JumpingClock(Path(folder))
+        async with lab.server(env=clock.env) as running:
+            record.command = running.server.shown
+            before = await lab.warm_up(running)
+            work = asyncio.create_task(lab.load(record, running.port, count, _CLIENTS))
+            statuses = []
+            for shift in _CLOCK_SHIFTS:
+                clock.jump(shift)
+                await asyncio.sleep(_SECONDS_OF_A_SHIFT)
+                told = await _created(running)
+                statuses.append(await _health(running))
+                off = told - time.time() - shift
+                record.expect(abs(off) < _CLOCK_SLACK, f"the clock is {shift:+d} s off")
+            await work
+            record.expect(set(statuses) == {200}, f"/health meanwhile is {set(statuses)}")
+            await check_held(record, running, before)
+
+
+async def _created(running: Running) -> float:
+    """What time a server believes it is."""
+    async with httpx.AsyncClient() as client:
+        body = {"prompt": "a", "max_tokens": 1}
+        url = f"{running.server.url}/v1/completions"
+        answer = await client.post(url, json=body, timeout=patient(PATIENCE_SECONDS))
+        return float(answer.raise_for_status().json()["created"])
+
+
 ALONE: dict[str, Callable[[Lab, Record, int], Coroutine[Any, Any, None]]] = {
     "overload": _overload,
     "kill": _kill,
     "term": _term,
     "disk": _disk,
     "memory": _memory,
+    "clock": _clock,
 }
 # Of all requests.
 SHARES = {
@@ -228,6 +271,7 @@ SHARES = {
     "term": 0.02,
     "disk": 0.04,
     "memory": 0.04,
+    "clock": 0.04,
 }
 
 
@@ -246,6 +290,7 @@ async def run_phases(
     whole = sum(SHARES[name] for name in names)
     async with contextlib.AsyncExitStack() as stack:
         shared: tuple[Running, Held] | None = None
+        growth = Growth()
         for count in rounds:
             for name in names:
                 size = max(round(count * SHARES[name] / whole), 4)
@@ -260,6 +305,40 @@ async def run_phases(
                     work = SHARED[name](lab, record, *shared, size)
                 await _finish(record, work)
                 note(record)
+                if name in SHARED:
+                    growth.follow(record)
+    if growth.record is not None:
+        note(growth.record)
+
+
+class Growth:
+    """Whether the server that lives through all rounds grows once it has met many requests.
+
+    Attributes:
+        record: None before that.
+    """
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
+        self._num_requests = 0
+        self._warm: tuple[int, int] | None = None
+
+    def follow(self, phase: Record) -> None:
+        """Take in a phase of that server."""
+        self._num_requests += phase.num_requests
+        if not phase.held or self._num_requests < _GROWN_REQUESTS:
+            return
+        now = phase.held[-1]["after"]["rss"]
+        if self._warm is None:
+            self._warm = self._num_requests, now
+            return
+        num_before, before = self._warm
+        self.record = Record("growth", command=phase.command)
+        self.record.expect(
+            now <= before * _MOST_GROWTH,
+            f"after {self._num_requests} requests the server has {now / before:.3f} of the memory "
+            f"that it had after {num_before} ({before >> 20} MiB)",
+        )
 
 
 async def _finish(record: Record, phase: Coroutine[Any, Any, None]) -> None:

@@ -23,18 +23,25 @@ _PERSON = {
 }
 _PATTERN = "[a-c]{4,9}"
 _CHOICES = ["yes", "no", "maybe so"]
+# Longer than any request may take here; shorter than the clock jumps.
+_TIMEOUT_SECONDS = 1800
 
 Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request, and what a report calls its kind."""
+    """One request, and what a report calls its kind.
+
+    Attributes:
+        grows: whether its answer is as long as any, so that it needs blocks while it runs.
+    """
 
     number: int
     kind: str
     path: str
     body: Body
+    grows: bool = False
 
     @property
     def stream(self) -> bool:
@@ -64,14 +71,17 @@ def _make(seed: int, number: int, longest: int) -> Ask:
     kinds = list(_KINDS.items())
     kind, (path, make) = kinds[number % len(kinds)]
     # Many short answers, and some for which blocks must be found while they grow.
-    body = make(rng, rng.randint(1, longest // 5) if rng.random() < 0.7 else longest)
+    is_short = rng.random() < 0.7
+    body = make(rng, rng.randint(1, longest // 5) if is_short else longest)
     if path != "/generate":
         body |= {"seed": rng.randrange(2**31), "temperature": rng.choice([0.0, 0.7, 1.0])}
     if rng.random() < 0.5:
         body["stream"] = True
     if rng.random() < 0.3:
         body["priority"] = rng.randint(-2, 2)
-    return Ask(number, kind, path, body)
+    if rng.random() < 0.2:
+        body["timeout"] = _TIMEOUT_SECONDS
+    return Ask(number, kind, path, body, grows=not is_short and kind not in ("grammar", "tools"))
 
 
 def _text(rng: random.Random) -> str:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,3 +93,60 @@ def test_what_did_not_come_back() -> None:
     assert not before.excess(before)
     after = Held(2, 20, 31, 6, 0, 1, 900 << 20, 0, 0, 3)
     assert set(after.excess(before)) == {"files", "temporary", "rss", "blocks"}
+
+
+@pytest.mark.usefixtures("chaos")
+def test_a_server_that_grows() -> None:
+    from _chaos.lab import Record
+    from _chaos.phases import Growth
+
+    def phase(requests: int, mebibytes: int) -> Record:
+        record = Record("steady")
+        record.results["none", "right"] = requests
+        record.held.append({"after": {"rss": mebibytes << 20}})
+        return record
+
+    growth = Growth()
+    for requests, mebibytes in ((900, 500), (100, 1000)):
+        growth.follow(phase(requests, mebibytes))
+        # Until a thousand requests it may grow.
+        assert growth.record is None
+    growth.follow(phase(10, 1010))
+    assert growth.record is not None
+    assert not growth.record.wrong
+    growth.follow(phase(10, 1011))
+    (wrong,) = growth.record.wrong
+    assert "after 1020 requests the server has 1.011 of the memory" in wrong
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.usefixtures("chaos")
+def test_a_clock_that_jumps(tmp_path: Path) -> None:
+    from _chaos.clock import JumpingClock
+
+    clock = JumpingClock(tmp_path)
+    code = (
+        "import datetime, sys, time\n"
+        "start = time.monotonic()\n"
+        "for line in sys.stdin:\n"
+        "    now = datetime.datetime.now().timestamp()\n"
+        "    print(time.time(), now, time.monotonic() - start, flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=clock.env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for shift in (0, 7200, -86400, 20 * 365 * 86400, 0):
+            clock.jump(shift)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            told, also, passed = map(float, process.stdout.readline().split())
+            assert abs(told - time.time() - shift) < 60
+            assert abs(also - told) < 60
+            assert 0 <= passed < 60
+        process.stdin.close()
