@@ -61,7 +61,7 @@ class AsyncPoolingEngine:
         """A row for each input; cancelling gives up those that wait.
 
         Args:
-            client: the name of its API key.
+            client: the name of its API key; keys take turns.
 
         Raises:
             RequestFailedError: when an input could not be computed.
@@ -77,7 +77,7 @@ class AsyncPoolingEngine:
         with self._admission.admit(client, 1, num_tokens, num_waiting):
             self._num_unfinished += 1
             try:
-                return await asyncio.wrap_future(self.engine.submit(inputs))
+                return await asyncio.wrap_future(self.engine.submit(inputs, client))
             except asyncio.CancelledError:
                 if self.trouble is not None:
                     raise EngineDeadError(self.trouble) from None

@@ -6,9 +6,10 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -56,9 +57,9 @@ _Batch = list[tuple[_Request, int]]
 class BatchQueue:
     """Inputs that wait, in batches.
 
-    Each batch takes an input of every request in turn, the longest first, while all of them, padded
-    to the longest, stay within `max_tokens`; an input that is longer is a batch by itself. Used by
-    any thread.
+    Each batch takes an input of every client in turn, and of each client's requests in turn, the
+    longest first, while all of them, padded to the longest, stay within `max_tokens`; an input that
+    is longer is a batch by itself. Used by any thread.
 
     Args:
         max_tokens, max_inputs: of a batch.
@@ -67,7 +68,8 @@ class BatchQueue:
     def __init__(self, max_tokens: int, max_inputs: int) -> None:
         self._max_tokens = max_tokens
         self._max_inputs = max_inputs
-        self._waiting: deque[_Request] = deque()
+        # By client, in the order of their turns; no client is there without requests.
+        self._waiting: dict[str, deque[_Request]] = {}
         self._changed = threading.Condition()
         self._is_closed = False
 
@@ -75,15 +77,15 @@ class BatchQueue:
     def num_waiting(self) -> int:
         """Inputs."""
         with self._changed:
-            return sum(len(request.left) for request in self._waiting)
+            return sum(len(request.left) for request in self._requests())
 
-    def add(self, inputs: Sequence[PoolingInput]) -> Future[Rows]:
+    def add(self, inputs: Sequence[PoolingInput], client: str = "") -> Future[Rows]:
         order = sorted(range(len(inputs)), key=lambda number: len(inputs[number].token_ids))
         request = _Request(inputs, order)
         with self._changed:
             if self._is_closed:
                 raise EngineDeadError("the engine has been shut down")
-            self._waiting.append(request)
+            self._waiting.setdefault(client, deque()).append(request)
             self._changed.notify()
         return request.future
 
@@ -91,7 +93,7 @@ class BatchQueue:
         """Cancel what waits; `take` ends."""
         with self._changed:
             self._is_closed = True
-            for request in self._waiting:
+            for request in self._requests():
                 request.future.cancel()
             self._waiting.clear()
             self._changed.notify()
@@ -106,23 +108,33 @@ class BatchQueue:
                 self._changed.wait()
         return None
 
+    def _requests(self) -> Iterator[_Request]:
+        return chain.from_iterable(self._waiting.values())
+
     def _drop_cancelled(self) -> None:
-        self._waiting = deque(r for r in self._waiting if not r.future.done())
+        for client, requests in list(self._waiting.items()):
+            self._waiting[client] = deque(r for r in requests if not r.future.done())
+            if not self._waiting[client]:
+                del self._waiting[client]
 
     def _next(self) -> _Batch:
         batch: _Batch = []
         width = 0
         while self._waiting and len(batch) < self._max_inputs:
-            request = self._waiting[0]
+            client, requests = next(iter(self._waiting.items()))
+            request = requests[0]
             number = request.left[-1]
             width = max(width, len(request.inputs[number].token_ids))
             if batch and width * (len(batch) + 1) > self._max_tokens:
                 break
             request.left.pop()
             batch.append((request, number))
-            self._waiting.popleft()
+            requests.popleft()
             if request.left:
-                self._waiting.append(request)
+                requests.append(request)
+            del self._waiting[client]
+            if requests:
+                self._waiting[client] = requests
         return batch
 
 
@@ -163,13 +175,16 @@ class PoolingEngine:
             self._num_running, self._queue.num_waiting, self._num_batches, self._num_tokens
         )
 
-    def submit(self, inputs: Sequence[PoolingInput]) -> Future[Rows]:
+    def submit(self, inputs: Sequence[PoolingInput], client: str = "") -> Future[Rows]:
         """Have a row computed for each input; cancelling the future gives up those that wait.
+
+        Args:
+            client: who takes turns with others.
 
         The future raises RequestFailedError when computing an input raised an error, also when it
         ran alone, or gave numbers that are not finite.
         """
-        return self._queue.add(inputs)
+        return self._queue.add(inputs, client)
 
     def compute(self, inputs: Sequence[PoolingInput]) -> Rows:
         """`submit`, and wait for the rows."""

@@ -53,6 +53,21 @@ def test_each_request_has_its_turn() -> None:
     assert lengths_taken(queue) == [3, 5, 5, 5]
 
 
+def test_each_client_has_its_turn() -> None:
+    """However many requests one sends, another's come in between."""
+    queue = BatchQueue(max_tokens=100, max_inputs=4)
+    for _ in range(6):
+        queue.add(inputs_of(5, 5), "a")
+    given_up = queue.add(inputs_of(9), "c")
+    queue.add(inputs_of(3, 2), "b")
+    queue.add(inputs_of(4), "b")
+    given_up.cancel()
+    assert queue.num_waiting == 16
+    assert lengths_taken(queue) == [5, 3, 5, 4]
+    assert lengths_taken(queue) == [5, 2, 5, 5]
+    assert queue.num_waiting == 7
+
+
 def test_what_nobody_waits_for_is_not_computed() -> None:
     queue = BatchQueue(max_tokens=4, max_inputs=2)
     given_up = queue.add(inputs_of(2, 2, 2))
