@@ -287,6 +287,13 @@ def test_attention_refuses_what_makes_no_sense() -> None:
             op(wrong, cache, metadata, 1.0, None)
 
 
+def test_attention_refuses_padding_that_it_would_read() -> None:
+    cache, metadata = paged([(2, 20)], 1, 64, 16)
+    padded = replace(metadata, padding_lens=torch.tensor([1], dtype=torch.int32))
+    with pytest.raises(ValueError, match="cannot leave out what only pads a graph"):
+        attention.paged_attention(random(2, 1, 64), cache, padded, 0.125, None)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kv_cache_write_skips_padding(dtype: torch.dtype) -> None:
     shape = (5, 16, 3, 64)

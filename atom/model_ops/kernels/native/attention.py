@@ -131,8 +131,7 @@ def _attend(
     dtype = q.dtype
     if key_dim != head_dim or heads % kv_heads:
         raise mismatch(op, q=q, key=key, value=value)
-    if not (_is_index(tables) and _is_index(lens) and _is_index(starts)):
-        raise mismatch(op, tables=tables, context_lens=lens, starts=starts)
+    check_indices(op, metadata)
     if sinks is not None and (sinks.shape != (heads,) or sinks.dtype is not torch.float32):
         raise mismatch(op, q=q, sinks=sinks)
     key_at, value_at, *scales = _cache_pointers(op, kv_cache, q)
@@ -176,6 +175,23 @@ def _cache_pointers(op: str, kv_cache: KVCacheTensor, x: torch.Tensor) -> tuple[
 
 def is_scale(x: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return x is not None and x.dtype is torch.float32 and x.shape == (1,)
+
+
+def check_indices(op: str, metadata: AttentionMetadata) -> None:
+    """Check what says where each sequence's tokens are.
+
+    Raises:
+        ValueError: for other types than the kernels read, and for graphs' padding, which they
+            would read as tokens.
+    """
+    tables, lens, starts = metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q
+    if not (_is_index(tables) and _is_index(lens) and _is_index(starts)):
+        raise mismatch(op, tables=tables, context_lens=lens, starts=starts)
+    if metadata.padding_lens is not None:
+        raise ValueError(
+            f"{op} in C++ cannot leave out what only pads a graph, and got padding_lens; choose "
+            f"torch's, or capture no graph"
+        )
 
 
 def _is_index(x: torch.Tensor) -> bool:

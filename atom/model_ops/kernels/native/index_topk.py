@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
-from atom.model_ops.kernels.native.attention import describe_sequence
+from atom.model_ops.kernels.native.attention import check_indices, describe_sequence
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads
 from atom.model_ops.registry import OpQuery
 
@@ -43,8 +43,7 @@ def index_topk(
         or not (q.is_contiguous() and weights.is_contiguous() and keys.is_contiguous())
     ):
         raise mismatch("index_topk", q=q, weights=weights, keys=keys)
-    if not all(x.dtype is torch.int32 and x.is_contiguous() for x in (tables, lens, starts)):
-        raise mismatch("index_topk", tables=tables, context_lens=lens, starts=starts)
+    check_indices("index_topk", metadata)
     slots, counts, rows = (
         q.new_empty(shape, dtype=torch.int32)
         for shape in ((tokens, topk), (tokens,), (tokens + 1,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
-from atom.model_ops.kernels.native.attention import describe_sequence, is_scale
+from atom.model_ops.kernels.native.attention import check_indices, describe_sequence, is_scale
 from atom.model_ops.kernels.native.attention import refuses as refuses_storage
 from atom.model_ops.kernels.native.bindings import (
     Kernels,
@@ -98,8 +98,7 @@ def mla_attention(
         or not up_proj.is_contiguous()
     ):
         raise mismatch("mla_attention", q=q, latent=cache, up_proj=up_proj)
-    if not all(x.dtype is torch.int32 and x.is_contiguous() for x in (tables, lens, starts)):
-        raise mismatch("mla_attention", tables=tables, context_lens=lens, starts=starts)
+    check_indices("mla_attention", metadata)
     cache_at, scale_at = _cache_pointers("mla_attention", kv_cache, q)
     q, stride = rows_apart(q)
     out = q.new_empty(tokens, heads, up_rows - nope)
