@@ -232,9 +232,15 @@ def _is_effect(node: ast.stmt) -> bool:
     """A statement without which names are bound as before."""
     if isinstance(node, ast.Expr):
         return isinstance(node.value, (ast.Call, ast.Await))
-    if isinstance(node, ast.Assign):
-        return not isinstance(node.targets[0], ast.Name)
-    return isinstance(node, (ast.Raise, ast.Delete, ast.AugAssign, ast.Break, ast.Continue))
+    if isinstance(node, (ast.Assign, ast.Delete)):
+        return not all(map(_is_name, node.targets))
+    return isinstance(node, (ast.Raise, ast.AugAssign, ast.Break, ast.Continue))
+
+
+def _is_name(target: ast.expr) -> bool:
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return all(map(_is_name, target.elts))
+    return isinstance(target, ast.Name)
 
 
 def _is_none(value: ast.expr | None) -> bool:
