@@ -15,16 +15,16 @@ from atom.structured_output.trials.client import TrialProcess
 from atom.structured_output.trials.compiler import TriedCompiler
 from atom.structured_output.vocabulary import read_vocabulary
 from atom.structured_output.xgrammar_backend import XGrammarBackend
-from atom.structured_output.xgrammar_import import INSTALL_HINT, missing_packages
+from atom.structured_output.xgrammar_import import INSTALL_HINT, why_unusable
 
 logger = logging.getLogger(__name__)
 
 
 def create_grammars(options: ModelOptions, source: ModelSource) -> GrammarCache:
-    if missing := missing_packages():
+    if unusable := why_unusable():
         logger.warning(
-            "requests for structured output will be refused: %s not installed; run: %s",
-            " and ".join(missing),
+            "requests for structured output will be refused: %s; run: %s",
+            unusable,
             INSTALL_HINT,
         )
     create_backend = partial(_create_backend, options, source)

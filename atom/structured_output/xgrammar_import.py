@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import sys
 from types import ModuleType
@@ -9,26 +10,36 @@ from typing import Any
 
 from atom.structured_output.base import GrammarError
 
-INSTALL_HINT = "pip install --no-deps 'xgrammar>=0.2.8,<0.3' && pip install apache-tvm-ffi pydantic"
+INSTALL_HINT = (
+    "pip install --no-deps 'xgrammar>=0.2.8,<0.3,!=0.2.9' && pip install apache-tvm-ffi pydantic"
+)
+
+# Releases whose grammars let through what they should not, and what that is.
+_WRONG_RELEASES = {"0.2.9": "an empty text passes `.+`"}
 
 
-def missing_packages() -> list[str]:
-    """Those that structured output needs and that are not installed; imports none of them."""
-    return [name for name in ("xgrammar", "tvm_ffi") if importlib.util.find_spec(name) is None]
+def why_unusable() -> str | None:
+    """Why structured output cannot be had, or None if it can; imports nothing."""
+    packages = ("xgrammar", "tvm_ffi")
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        return f"{' and '.join(missing)} not installed"
+    version = importlib.metadata.version("xgrammar")
+    wrong = _WRONG_RELEASES.get(version)
+    return wrong and f"xgrammar {version} is wrong ({wrong})"
 
 
 def import_xgrammar() -> Any:
     """Import the package.
 
     Raises:
-        GrammarError: when it is not installed.
+        GrammarError: when it is not installed, or is a release that is known to be wrong.
     """
-    try:
-        import xgrammar
-    except ImportError as error:
+    if unusable := why_unusable():
         raise GrammarError(
-            f"structured output needs the xgrammar package ({error}); run: {INSTALL_HINT}"
-        ) from error
+            f"structured output needs the xgrammar package ({unusable}); run: {INSTALL_HINT}"
+        )
+    import xgrammar
+
     return xgrammar
 
 

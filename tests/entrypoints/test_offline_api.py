@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import json
 import logging
 import math
@@ -19,6 +20,8 @@ from atom import LLM, SamplingParams, StructuredOutput, StructuredOutputsParams
 from atom.entrypoints import llm as llm_module
 from atom.messages import EngineLimits, RequestRefusedError, check_request
 from atom.model_engine.llm_engine import EngineAsleepError
+from atom.structured_output.base import GrammarError
+from atom.structured_output.xgrammar_import import import_xgrammar
 
 DEFAULTS = {"temperature": 0.5, "top_p": 0.9}
 USER = [{"role": "user", "content": "the quick fox"}]
@@ -206,6 +209,12 @@ def test_the_embedded_model_speculates_like_the_server(
     assert methods == ["eagle3", None, "suffix", None]
     assert built[0].speculative.lookup
     assert built[0].speculative.adaptive
+
+
+def test_a_release_that_is_known_to_be_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.9")
+    with pytest.raises(GrammarError, match=r"xgrammar 0\.2\.9 is wrong .*; run: pip install"):
+        import_xgrammar()
 
 
 def test_missing_packages_are_said_at_the_start(
