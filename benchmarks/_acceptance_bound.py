@@ -23,9 +23,10 @@ from atom.config import ConfigError
 from atom.model_engine.arg_utils import EngineOptions
 from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch.draft_choice import filtered
-from atom.sampling import edits, sampler
-from atom.spec_decode.proposers.base import Guide
-from atom.spec_decode.proposers.choice import Chosen, DraftSampler
+from atom.sampling.plan import SamplePlan
+from atom.sampling.sampler import Sampler
+from atom.spec_decode.proposers.base import Chosen, Guide
+from atom.spec_decode.proposers.choice import DraftSampler
 
 
 @dataclass
@@ -114,13 +115,15 @@ def rows_logged() -> Iterator[RowLog]:
     penalties, are not seen.
     """
     log = RowLog()
-    choose, choose_draft = edits.choose, DraftSampler.choose
+    choose, choose_draft = Sampler._choose, DraftSampler.choose
 
-    def choose_and_log(logits: torch.Tensor, metadata: SamplingMetadata, *rest: Any) -> Any:
-        sampled = choose(logits, metadata, *rest)
-        if metadata.temperature is not None:
-            log.verify(distribution(logits, metadata), sampled.tolist())
-        return sampled
+    def choose_and_log(self: Sampler, plan: SamplePlan, logits: torch.Tensor) -> Any:
+        sampled, logprobs = choose(self, plan, logits)
+        if plan.rows is not None:
+            gather = self._ops.sampling_options
+            options = self._rows.metadata(plan.rows, plan.positions, plan.filters, gather)
+            log.verify(distribution(logits, options), sampled.tolist())
+        return sampled, logprobs
 
     def draft_and_log(
         self: DraftSampler,
@@ -137,7 +140,7 @@ def rows_logged() -> Iterator[RowLog]:
         return chosen
 
     with (
-        patch.object(sampler, "choose", choose_and_log),
+        patch.object(Sampler, "_choose", choose_and_log),
         patch.object(DraftSampler, "choose", draft_and_log),
     ):
         yield log

@@ -64,7 +64,7 @@ class VocabMatrix(PreparedMatrix):
 
     def own_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, own tokens] float32."""
-        weights = self.weight if self.storage.format is None else self._prepared
+        weights = self.weight if self._prepared is None else self._prepared
         logits: torch.Tensor = self.choice.function(hidden_states, weights)
         return logits
 
@@ -106,35 +106,31 @@ class VocabParallelEmbedding(VocabMatrix):
 
 
 class ParallelLMHead(VocabMatrix):
-    """Output head, split over the ranks by vocabulary."""
+    """Output head, split over the ranks by vocabulary.
+
+    Attributes:
+        argmax, choose_greedily: as `VocabParallelLogits` has them.
+    """
 
     def __init__(
         self, vocab_size: int, hidden_size: int, context: LayerContext, prefix: str
     ) -> None:
         super().__init__(vocab_size, hidden_size, context, prefix, "head")
-        self._logits = _VocabParallelLogits(self, context)
+        self._logits = VocabParallelLogits(self, context)
+        self.argmax = self._logits.argmax
+        self.choose_greedily = self._logits.choose_greedily
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab] float32: the product is never rounded to the weights' type."""
         return self._logits.gather(hidden_states)
 
-    def argmax(
-        self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[R, hidden] -> [R] int64: `argmax` of the logits, which are not gathered for it.
-
-        Args:
-            token_ids: [vocab] int64, the token of each logit; None if these are their places.
-        """
-        return self._logits.argmax(hidden_states, token_ids)
-
-    def choose_greedily(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`argmax`, and -1 where the largest logit is not finite, as `choose_tokens` has it."""
-        return self._logits.choose_greedily(hidden_states)
-
 
 class TiedLMHead(nn.Module):
-    """Output head with the weights of the embedding."""
+    """Output head with the weights of the embedding.
+
+    Attributes:
+        argmax, choose_greedily: as `VocabParallelLogits` has them.
+    """
 
     def __init__(self, embedding: VocabParallelEmbedding, context: LayerContext) -> None:
         super().__init__()
@@ -142,7 +138,9 @@ class TiedLMHead(nn.Module):
             embedding.resolve("logits", context, "the tied head")
         # In a tuple, so that it is not registered as a submodule again.
         self._embedding = (embedding,)
-        self._logits = _VocabParallelLogits(embedding, context)
+        self._logits = VocabParallelLogits(embedding, context)
+        self.argmax = self._logits.argmax
+        self.choose_greedily = self._logits.choose_greedily
 
     @property
     def weight(self) -> torch.Tensor:
@@ -156,21 +154,11 @@ class TiedLMHead(nn.Module):
         """[R, hidden] -> [R, vocab] float32, as `ParallelLMHead`."""
         return self._logits.gather(hidden_states)
 
-    def argmax(
-        self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[R, hidden] -> [R] int64, as `ParallelLMHead`."""
-        return self._logits.argmax(hidden_states, token_ids)
-
-    def choose_greedily(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R] int64, as `ParallelLMHead`."""
-        return self._logits.choose_greedily(hidden_states)
-
 
 OutputHead = ParallelLMHead | TiedLMHead
 
 
-class _VocabParallelLogits:
+class VocabParallelLogits:
     """Logits of a vocabulary that the ranks share."""
 
     def __init__(self, matrix: VocabMatrix, context: LayerContext) -> None:
@@ -204,7 +192,12 @@ class _VocabParallelLogits:
     def argmax(
         self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[R, hidden] -> [R] int64; of equal logits, the first."""
+        """[R, hidden] -> [R] int64: the largest logit, which are not gathered for it; of equal
+        ones the first.
+
+        Args:
+            token_ids: [vocab] int64, the token of each logit; None if these are their places.
+        """
         logits = self._product(hidden_states)
         if self._group.size > 1:
             return self._largest(logits, token_ids, needs_finite=False)
@@ -212,7 +205,7 @@ class _VocabParallelLogits:
         return tokens
 
     def choose_greedily(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`argmax`, and -1 where the largest logit is not finite."""
+        """`argmax`, and -1 where the largest logit is not finite, as `choose_tokens` has it."""
         return self._largest(self._product(hidden_states), None, needs_finite=True)
 
     def _largest(

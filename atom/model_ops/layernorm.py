@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch import nn
 
+from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.rounding import InputRounding, Rows
 from atom.model_ops.quant.storage import Cut
@@ -212,13 +213,13 @@ class ResidualRMSNorm(RMSNorm):
     ) -> None:
         super().__init__(size, eps, context)
         ops = context.ops
-        self._group = context.group
-        self._add_norm = ops.resolve("add_rms_norm", context.dtype, size=size)
-        self._rounded = _rounded_for(
-            reader, "add_rms_norm_quantise", self._add_norm, context, size=size
-        )
+        add_norm = ops.resolve("add_rms_norm", context.dtype, size=size)
+        rounded = _rounded_for(reader, "add_rms_norm_quantise", add_norm, context, size=size)
+        self._add_norm, self._rounded = add_norm, rounded
         choice = None if is_whole else resolve_sum(size, context)
-        self._reduce_add_norm = None if choice is None else choice.function
+        if choice is not None:
+            self._add_norm = _after_sum(choice.function, context.group, add_norm)
+            self._rounded = _after_sum(choice.function, context.group, rounded)
 
     def add(
         self, partial: torch.Tensor, residual: torch.Tensor
@@ -229,19 +230,22 @@ class ResidualRMSNorm(RMSNorm):
             partial: [T, size]; may be overwritten.
             residual: [T, size], the same on all ranks.
         """
-        out: tuple[torch.Tensor, torch.Tensor] = self._summed(partial, residual, self._add_norm)
+        out: tuple[torch.Tensor, torch.Tensor]
+        out = self._add_norm(partial, residual, self.weight, self.eps)
         return out
 
     def feed(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[Rows, torch.Tensor]:
         """`add`, whose norm is rounded as its reader wants it where one kernel does both."""
-        out: tuple[Rows, torch.Tensor] = self._summed(partial, residual, self._rounded)
-        return out
+        return self._rounded(partial, residual, self.weight, self.eps)
 
-    def _summed(self, partial: torch.Tensor, residual: torch.Tensor, add_norm: RoundedNorm) -> Any:
-        args = partial, residual, self.weight, self.eps
-        if self._reduce_add_norm is None:
-            return add_norm(*args)
-        return self._reduce_add_norm(*args, self._group, add_norm)
+
+def _after_sum(reduce: RoundedNorm, group: ParallelGroup, norm: RoundedNorm) -> RoundedNorm:
+    """`norm` of rows that the op `all_reduce_add_rms_norm` first sums over the ranks."""
+
+    def summed(*rows: Any) -> tuple[Rows, torch.Tensor]:
+        return reduce(*rows, group, norm)
+
+    return summed
 
 
 def _rounded_for(

@@ -78,7 +78,8 @@ class LinearBase(PreparedMatrix):
                 columns = slice(part.offset, part.offset + part.rows.size)
                 self.alone(str(name)).write(x, out[..., columns])
             return out
-        out = self._product(x, self._weights(), self.bias)
+        weights = self.weight if self._prepared is None else self._prepared
+        out = self._product(x, weights, self.bias)
         return out
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -86,7 +87,8 @@ class LinearBase(PreparedMatrix):
         if self.choice.into is None:
             out.copy_(self.forward(x))
         else:
-            self.choice.into(x, self._weights(), self.bias, out)
+            weights = self.weight if self._prepared is None else self._prepared
+            self.choice.into(x, weights, self.bias, out)
 
     def multiply(self, x: Rows, *shards: str) -> torch.Tensor:
         """The product with neighbouring matrices alone: [T, in_features] -> [T, their rows]."""
@@ -109,9 +111,6 @@ class LinearBase(PreparedMatrix):
         layer = self.get_submodule(part)
         assert isinstance(layer, LinearBase)
         return layer
-
-    def _weights(self) -> Any:
-        return self.weight if self._prepared is None else self._prepared
 
 
 class ReplicatedLinear(LinearBase):
@@ -257,6 +256,7 @@ class RowParallelLinear(LinearBase):
         part = Part(Cut.whole(out_features), columns)
         super().__init__({None: part}, bias, context, prefix)
         self._sum_input = SumInput(out_features, context)
+        self._writes_sums = self._sum_input.has_memory and self.choice.into is not None
 
     def process_after_loading(self) -> None:
         super().process_after_loading()
@@ -265,7 +265,7 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: Rows) -> torch.Tensor:
         """[T, in_features] -> this rank's part of [T, out_features]."""
-        if self.choice.into is not None and isinstance(x, torch.Tensor):
+        if self._writes_sums and isinstance(x, torch.Tensor):
             out = self._sum_input.rows(len(x))
             if out is not None:
                 self.write(x, out)

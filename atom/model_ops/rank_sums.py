@@ -48,11 +48,15 @@ class SumInput:
 
     There is one for all layers: what is written there is read by the next sum, and nothing else
     is written there before it.
+
+    Attributes:
+        has_memory: whether there may be any; the sum else reads rows from anywhere, or copies.
     """
 
     def __init__(self, size: int, context: LayerContext) -> None:
         choice = resolve_sum(size, context)
         self._staging = None if choice is None else choice.staging
+        self.has_memory = self._staging is not None
         self._size, self._context = size, context
 
     def rows(self, count: int) -> torch.Tensor | None:

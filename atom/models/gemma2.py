@@ -6,10 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from atom.config import ConfigError
-from atom.model_ops.activation import GeluAndMul
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.weight_mapping import WeightMapping
@@ -47,9 +45,9 @@ class Gemma2Attention(LlamaAttention):
 class GemmaMLP(LlamaMLP):
     """`down(gelu(gate(x)) * up(x))`."""
 
-    def create_activation(self, config: PretrainedConfig, context: LayerContext) -> nn.Module:
+    def activation(self, config: PretrainedConfig) -> str:
         expect_field(config, "hidden_activation", "gelu_pytorch_tanh")
-        return GeluAndMul(self.down_proj.in_features, context)
+        return "gelu_and_mul"
 
 
 class Gemma2DecoderLayer(Glm4DecoderLayer):

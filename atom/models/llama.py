@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from atom.config import ConfigError
-from atom.model_ops.activation import SiluAndMul
 from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput, ModelOutput
 from atom.model_ops.attention.mha import Attention
 from atom.model_ops.attention.sinks import HeadSinks
@@ -63,24 +62,26 @@ class LlamaMLP(Sublayer):
         self.down_proj = RowParallelLinear(
             intermediate_size, config.hidden_size, bias, context, f"{prefix}.down_proj"
         )
-        self.act = self.create_activation(config, context)
+        self._act = context.ops.resolve(
+            self.activation(config), context.dtype, size=self.down_proj.in_features
+        )
 
-    def create_activation(self, config: PretrainedConfig, context: LayerContext) -> nn.Module:
-        """From [T, gate and up] to [T, size].
+    def activation(self, config: PretrainedConfig) -> str:
+        """The op from [T, gate and up] to [T, size].
 
         Raises:
             ConfigError: for an activation that the family does not have.
         """
         if config.hidden_act not in SILU:
             raise ConfigError(f"hidden_act={config.hidden_act!r} is not supported; only silu is")
-        return SiluAndMul(self.down_proj.in_features, context)
+        return "silu_and_mul"
 
     @property
     def reader(self) -> LinearBase:
         return self.gate_up_proj
 
     def forward(self, x: Rows) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.act(self.gate_up_proj(x)))
+        out: torch.Tensor = self.down_proj(self._act(self.gate_up_proj(x)))
         return out
 
 

@@ -66,7 +66,7 @@ def chain(draft: Draft) -> Chain:
         fused = draft.fuse(tuple(STATES))
         tokens, states = DraftBench(draft).propose("a", 0, TOKENS, fused, 3)
         logits = draft.compute_logits(states)
-        chosen = draft.choose_token(states).tolist()
+        chosen = draft.head.argmax(states, draft.target_ids).tolist()
     assert chosen == tokens
     return tokens, states, logits
 
@@ -197,6 +197,6 @@ def test_a_draft_on_one_rank_has_all_of_its_own_and_the_share_of_the_target(
     assert isinstance(whole.lm_head, ParallelLMHead)
     assert whole.lm_head.weight.shape == (DRAFT_VOCAB, HIDDEN)
     # 97 tokens are 49 and 48.
-    [shared] = whole._shared_embedding
+    shared = whole.embed.__self__  # type: ignore[attr-defined]
     assert isinstance(shared, VocabParallelEmbedding)
     assert shared.weight.shape == (48, HIDDEN)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atom.graphs.recorded import Recordable, Recording, StepRecorder
-from atom.model_ops.kernels.native import bindings, elementwise, linear, movement
+from atom.model_ops.kernels.native import bindings, elementwise, gather, linear, movement
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.program import Arena, Program, record
 from atom.model_ops.kernels.native.recorder import NotRecordableError
@@ -145,9 +145,9 @@ def test_unknown_copies_are_errors() -> None:
     with pytest.raises(ValueError, match="copy"):
         movement.copy(torch.empty(2, dtype=torch.bool), torch.ones(2))
     with pytest.raises(ValueError, match="gather_rows"):
-        movement.gather_rows(torch.ones(2, 2), torch.zeros(2, dtype=torch.int32))
+        gather.gather_rows(torch.ones(2, 2), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(IndexError, match="-1 is none of 2 rows"):
-        movement.gather_rows(torch.ones(2, 2), torch.tensor([-1]))
+        gather.gather_rows(torch.ones(2, 2), torch.tensor([-1]))
 
 
 def test_passing_results_lie_in_the_arena() -> None:

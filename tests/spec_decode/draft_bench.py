@@ -184,10 +184,10 @@ class DraftBench:
     def forward(
         self, rows: dict[str, tuple[int, Sequence[int], torch.Tensor]]
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """For each sequence (start, next tokens, hidden) -> (post_norm, pre_norm)."""
+        """For each sequence (start, next tokens, hidden) -> what head and next step read."""
         parts = [self._schedule(name, start, ids) for name, (start, ids, _) in rows.items()]
         positions = [p.start + i for p in parts for i in range(p.num_tokens)]
-        post, pre = self.draft(
+        post, fed = self.draft(
             torch.tensor([t for _, ids, _ in rows.values() for t in ids]),
             torch.cat([hidden for _, _, hidden in rows.values()]),
             torch.tensor(positions),
@@ -195,7 +195,7 @@ class DraftBench:
         )
         lengths = [p.num_tokens for p in parts]
         return dict(
-            zip(rows, zip(post.split(lengths), pre.split(lengths), strict=True), strict=True)
+            zip(rows, zip(post.split(lengths), fed.split(lengths), strict=True), strict=True)
         )
 
     @torch.inference_mode()
@@ -206,7 +206,7 @@ class DraftBench:
 
         With them the post-norm states [k, hidden] that they were chosen from.
         """
-        post, pre = self.forward({name: (start, next_tokens, fused)})[name]
+        post, fed = self.forward({name: (start, next_tokens, fused)})[name]
         at, drafts, states = start + len(next_tokens), [], []
         while True:
             states.append(post[-1])
@@ -214,8 +214,8 @@ class DraftBench:
             drafts += self.draft.to_target_ids(draft_ids).tolist()
             if len(drafts) == k:
                 return drafts, torch.stack(states)
-            hidden = self.draft.feedback(post[-1:], pre[-1:])
-            post, pre = self.forward({name: (at, drafts[-1:], hidden)})[name]
+            hidden = fed[-1:]
+            post, fed = self.forward({name: (at, drafts[-1:], hidden)})[name]
             at += 1
 
     def _schedule(self, name: str, start: int, token_ids: Sequence[int]) -> Part:

@@ -41,7 +41,7 @@ class ReferenceDraft:
     def forward(
         self, next_tokens: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows 0..T-1 of one sequence -> post_norm, pre_norm of every row."""
+        """Rows 0..T-1 of one sequence -> of every row what the head reads, and the next step."""
         embeds = self.norm(self.embed[next_tokens], "midlayer.input_layernorm")
         normed = self.norm(hidden, "midlayer.hidden_norm")
         x = torch.cat([embeds, normed], -1)
@@ -50,8 +50,9 @@ class ReferenceDraft:
         residual = residual + attention(x)
         y = self.norm(residual, "midlayer.post_attention_layernorm")
         gate, up = self.linear(y, "mlp.gate_proj"), self.linear(y, "mlp.up_proj")
-        pre_norm = residual + self.linear(F.silu(gate) * up, "mlp.down_proj")
-        return self.norm(pre_norm, "norm"), pre_norm
+        total = residual + self.linear(F.silu(gate) * up, "mlp.down_proj")
+        normed = self.norm(total, "norm")
+        return normed, normed if self.raw.get("norm_output") else total
 
     def propose(
         self, next_tokens: list[int], fused: torch.Tensor, k: int
@@ -62,11 +63,10 @@ class ReferenceDraft:
         """
         tokens, hidden, drafts, states = list(next_tokens), fused, [], []
         for _ in range(k):
-            post, pre = self.forward(torch.tensor(tokens), hidden)
+            post, fed = self.forward(torch.tensor(tokens), hidden)
             states.append(post[-1])
             drafts.append(self.to_target(int((post[-1] @ self.head.T).argmax())))
             tokens.append(drafts[-1])
-            fed = post if self.raw.get("norm_output") else pre
             hidden = torch.cat([hidden, fed[-1:]])
         return drafts, torch.stack(states)
 

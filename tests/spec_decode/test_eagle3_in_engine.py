@@ -65,9 +65,9 @@ class Reading:
         fused = self._draft.fuse([states[layer][0, :-1] for layer in AUX])
         tokens, drafts = text[1:], []
         for _ in range(K):
-            post, pre = self._draft.forward(torch.tensor(tokens), fused)
+            post, fed = self._draft.forward(torch.tensor(tokens), fused)
             drafts.append(self._choose(post[-1] @ self._draft.head.T, sampling, len(tokens) + 1))
-            tokens, fused = [*tokens, drafts[-1]], torch.cat([fused, pre[-1:]])
+            tokens, fused = [*tokens, drafts[-1]], torch.cat([fused, fed[-1:]])
         return drafts
 
     def _choose(self, logits: torch.Tensor, sampling: SamplingParams, position: int) -> int:

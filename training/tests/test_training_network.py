@@ -100,13 +100,13 @@ def test_training_equals_serving(kind: str, tmp_path: Path) -> None:
             for j in range(DEPTH):
                 if not batch.valid[j, row]:
                     break
-                post, pre = bench.forward({"s": (at, fed, hidden)})["s"]
+                post, fed_back = bench.forward({"s": (at, fed, hidden)})["s"]
                 torch.testing.assert_close(
                     logits[j, row], served.compute_logits(post[-1:])[0], atol=2e-4, rtol=2e-4
                 )
                 compared += 1
                 assert int(batch.answer_ids[j, row]) == ids[start + 2 + j]
-                at, hidden = at + len(fed), served.feedback(post[-1:], pre[-1:])
+                at, hidden = at + len(fed), fed_back[-1:]
                 fed = [ids[start + 2 + j]]
     assert compared == int(batch.valid.sum()) > 60
     torch.testing.assert_close(served.to_target_ids(torch.arange(len(vocabulary))), vocabulary)

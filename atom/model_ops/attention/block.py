@@ -49,5 +49,5 @@ class BlockAttention(Attention):
         rows a block.
         """
         q = self._rotate_and_write(q, k, v, positions, metadata, rotary)
-        out = self._attend(self._decode, q, metadata)
+        out = self._run(self._decode, q, metadata)
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)

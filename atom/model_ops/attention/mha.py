@@ -9,7 +9,12 @@ import torch
 
 from atom.model_ops.attention.cached_attention import CachedAttention, StoredPart
 from atom.model_ops.attention.kv_scale import KVScale
-from atom.model_ops.attention.metadata import AttentionMetadata, CacheTensor, KVCacheTensor
+from atom.model_ops.attention.metadata import (
+    MAX_DECODE_QUERIES,
+    AttentionMetadata,
+    CacheTensor,
+    KVCacheTensor,
+)
 from atom.model_ops.attention.mixed_batch import attend_by_length
 from atom.model_ops.attention.sinks import HeadSinks
 from atom.model_ops.layer_context import LayerContext
@@ -117,8 +122,7 @@ class Attention(CachedAttention):
             assert metadata.windowed is not None
             metadata = metadata.windowed
         q = self._rotate_and_write(q, k, v, positions, metadata, rotary)
-        out = attend_by_length(self._decode, self._prefill, self._attend, q, metadata)
-        return out.reshape(q.shape[0], self.num_heads * self.head_dim)
+        return self._attend(q, metadata)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
@@ -128,16 +132,23 @@ class Attention(CachedAttention):
             assert metadata.windowed is not None
             metadata = metadata.windowed
         self._write(k, v, self.kv_cache, metadata.slot_mapping)
-        out = attend_by_length(self._decode, self._prefill, self._attend, q, metadata)
+        return self._attend(q, metadata)
+
+    def _attend(self, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """Rotated queries [T, heads, d] over the cache -> [T, heads * d]."""
+        if metadata.max_seqlen_q <= MAX_DECODE_QUERIES:
+            out = self._run(self._decode, q, metadata)
+        else:
+            out = attend_by_length(self._decode, self._prefill, self._run, q, metadata)
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)
 
-    def _attend(self, op: Any, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        where = q, self.kv_cache, metadata, self.scale, self.sliding_window
+    def _run(self, op: Any, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        cache = self.kv_cache, metadata, self.scale, self.sliding_window
         out: torch.Tensor
         if self.softcap is None and self.sinks is None:
-            out = op(*where)
+            out = op(q, *cache)
         else:
-            out = op(*where, self.softcap, None if self.sinks is None else self.sinks.weight)
+            out = op(q, *cache, self.softcap, None if self.sinks is None else self.sinks.weight)
         return out
 
     def write(

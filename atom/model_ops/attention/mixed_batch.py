@@ -37,9 +37,9 @@ class BatchPart:
 def attend_by_length(
     decode: Any, prefill: Any, attend: Attend, q: torch.Tensor, metadata: AttentionMetadata
 ) -> torch.Tensor:
-    """`decode` for sequences of at most `MAX_DECODE_QUERIES` queries, `prefill` for the others."""
-    if metadata.max_seqlen_q <= MAX_DECODE_QUERIES:
-        return attend(decode, q, metadata)
+    """`decode` for sequences of at most `MAX_DECODE_QUERIES` queries, `prefill` for the others, of
+    which there is one at least.
+    """
     if decode is prefill or min(metadata.query_lens_cpu) > MAX_DECODE_QUERIES:
         return attend(prefill, q, metadata)
     short, long = metadata.derive("short and long queries", lambda: split(metadata))

@@ -208,12 +208,12 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "triton.attention.rope_cache:rope_and_cache", "triton.attention.rope_cache:refuses"
         ),
         invariant(
-            "torch.attention:rope_and_cache",
+            "torch.elementwise:rope_and_cache",
             "packed_cache:refuses_packed",
             PACKED,
             note=one_by_one,
         ),
-        invariant("torch.attention:rope_and_cache", note=one_by_one),
+        invariant("torch.elementwise:rope_and_cache", note=one_by_one),
     ),
     "paged_attention": (
         kernel("aiter.attention:paged_attention_packed", "packed_cache:refuses_packed", PACKED),

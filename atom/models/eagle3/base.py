@@ -180,18 +180,18 @@ class Eagle3Draft(SharingDraft):
 
         Args:
             input_ids: [T], the token after each row's position.
-            hidden: [T, hidden], from `fuse`, or `feedback` of the previous step.
+            hidden: [T, hidden], from `fuse`, or the previous step.
             positions: [T], of the hidden states.
 
         Returns:
-            `(post_norm, pre_norm)`, both [T, hidden].
+            What the head reads, and what the next draft step does, both [T, hidden].
         """
         x, residual = self.midlayer(self.embed(input_ids), hidden, positions, metadata)
         for layer in self._deeper:
             x, residual = layer.enter(x, residual)
             x, residual = layer(x, residual, positions, metadata, self.midlayer.rotary)
-        post_norm, pre_norm = self.norm.add(x, residual)
-        return post_norm, pre_norm
+        normed, total = self.norm.add(x, residual)
+        return normed, normed if self.config.norm_output else total
 
     def write_kv(
         self,
@@ -216,15 +216,7 @@ class Eagle3Draft(SharingDraft):
         assert isinstance(attention, LlamaAttention)
         attention.write_kv(x, *rows)
 
-    def feedback(self, post_norm: torch.Tensor, pre_norm: torch.Tensor) -> torch.Tensor:
-        """The hidden state to feed to the next draft step."""
-        return post_norm if self.config.norm_output else pre_norm
-
-    def compute_logits(self, post_norm: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, draft_vocab_size] float32."""
-        logits: torch.Tensor = self.head(post_norm)
+        logits: torch.Tensor = self.head(states)
         return logits
-
-    def choose_token(self, post_norm: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R] int64, the most likely target token ids."""
-        return self.head.argmax(post_norm, self.target_ids)

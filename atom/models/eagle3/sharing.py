@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -19,23 +20,25 @@ class SharingDraft(nn.Module, ABC):
     """A draft that uses the target's embedding and output head where it has none of its own.
 
     Attributes:
+        embed: [T] int64 -> [T, hidden], once the target's is shared.
         renames: prefixes of tensor names in checkpoints, and in the model; the first match applies.
         d2t: offsets from draft to target token ids, [draft vocabulary] int64; None if the ids are
             the same.
     """
 
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()
+    embed: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(self, config: DraftConfig, parts: DraftParts, context: LayerContext) -> None:
         super().__init__()
         size = config.hidden_size
-        # In tuples, so that the target's modules are not registered as submodules.
-        self._shared_embedding: tuple[VocabParallelEmbedding, ...] = ()
+        # In a tuple, so that the target's module is not registered as a submodule.
         self._shared_head: tuple[OutputHead, ...] = ()
         if parts.embed_tokens:
             self.embed_tokens = VocabParallelEmbedding(
                 config.vocab_size, size, context, "embed_tokens"
             )
+            self.embed = self.embed_tokens.forward
         if parts.lm_head:
             self.lm_head = ParallelLMHead(config.draft_vocab_size, size, context, "lm_head")
         self.d2t = None
@@ -56,7 +59,7 @@ class SharingDraft(nn.Module, ABC):
         `DraftParts.check` must have passed.
         """
         if not self._parts.embed_tokens:
-            self._shared_embedding = (target.token_embedding,)
+            self.embed = target.token_embedding.forward
         if not self._parts.lm_head:
             self._shared_head = (target.output_head,)
 
@@ -64,12 +67,6 @@ class SharingDraft(nn.Module, ABC):
     def head(self) -> OutputHead:
         """The output head, [R, hidden] -> [R, draft vocabulary] float32."""
         return self.lm_head if self._parts.lm_head else self._shared_head[0]
-
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, hidden]."""
-        embedding = self.embed_tokens if self._parts.embed_tokens else self._shared_embedding[0]
-        embeds: torch.Tensor = embedding(input_ids)
-        return embeds
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Convert draft token ids to target ids, same shape; `d2t` has offsets."""

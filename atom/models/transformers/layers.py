@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from atom.config import ConfigError
-from atom.model_ops.activation import SiluAndMul
 from atom.model_ops.embedding import OutputHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
@@ -149,12 +148,12 @@ class GatedMLP(nn.Module):
         )
         style = plan.get(f"{name}.down_proj")
         self.down_proj = Linear(down, style, context, f"{prefix}.down_proj")
-        self.act = SiluAndMul(gate.out_features, context)
+        self._act = context.ops.resolve("silu_and_mul", context.dtype, size=gate.out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> [..., hidden]."""
         both = self.gate_up_proj.forward(x.reshape(-1, x.shape[-1]))
-        out = self.down_proj.forward(self.act.forward(both))
+        out = self.down_proj.forward(self._act(both))
         return out.view(x.shape)
 
 

@@ -94,6 +94,32 @@ class Proposal(ReadInPlace):
         return [t for t in (self.token_ids, self.confidences) if t is not None]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """One draft of each of S sequences.
+
+    Attributes:
+        token_ids: [S] int64, of the target.
+        confidences: [S] float32, as in `Proposal`; None unless asked for.
+    """
+
+    token_ids: torch.Tensor
+    confidences: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that there are."""
+        return [t for t in (self.token_ids, self.confidences) if t is not None]
+
+
+def together(drafts: Sequence[Chosen]) -> Proposal:
+    """The drafts of every position, at least one, as one proposal."""
+    columns = list(zip(*(chosen.tensors for chosen in drafts), strict=True))
+    if len(drafts) == 1:
+        return Proposal(*(t[:, None] for (t,) in columns))
+    return Proposal(*(torch.cat([t[:, None] for t in each], dim=1) for each in columns))
+
+
 class Proposer(Protocol):
     """Proposes drafts for the sampled sequences of a batch.
 

@@ -13,8 +13,8 @@ from atom.batch import Lookahead
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.kernels.torch.speculation import place_blocks
-from atom.spec_decode.proposers.base import Proposal, VerifiedStep
-from atom.spec_decode.proposers.choice import Chosen, DraftSampler, together
+from atom.spec_decode.proposers.base import Chosen, Proposal, VerifiedStep, together
+from atom.spec_decode.proposers.choice import DraftSampler
 from atom.stats import ExpectedAcceptance
 
 # The op `place_blocks`.

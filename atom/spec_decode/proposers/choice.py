@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch.draft_choice import choose_drafts
 from atom.model_ops.layer_context import LayerContext
-from atom.spec_decode.proposers.base import Guide, Proposal
+from atom.spec_decode.proposers.base import Chosen, Guide
 
 # The op `choose_drafts`.
 ChooseOp = Callable[
@@ -18,32 +18,6 @@ ChooseOp = Callable[
     tuple[torch.Tensor, torch.Tensor | None],
 ]
 _ALL_GREEDY = SamplingMetadata()
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """One draft of each of S sequences.
-
-    Attributes:
-        token_ids: [S] int64, of the target.
-        confidences: [S] float32, as in `Proposal`; None unless asked for.
-    """
-
-    token_ids: torch.Tensor
-    confidences: torch.Tensor | None = None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All that there are."""
-        return [t for t in (self.token_ids, self.confidences) if t is not None]
-
-
-def together(drafts: Sequence[Chosen]) -> Proposal:
-    """The drafts of every position, at least one, as one proposal."""
-    columns = list(zip(*(chosen.tensors for chosen in drafts), strict=True))
-    if len(drafts) == 1:
-        return Proposal(*(t[:, None] for (t,) in columns))
-    return Proposal(*(torch.cat([t[:, None] for t in each], dim=1) for each in columns))
 
 
 class DraftSampler:

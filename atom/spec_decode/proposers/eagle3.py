@@ -34,6 +34,7 @@ class Eagle3Chain:
         self.expected_acceptance = draft.config.expected_acceptance
         self.target_ids = draft.target_ids
         self.write_kv = draft.write_kv
+        self._head = draft.head
 
     def read_target(self, output: ModelOutput) -> torch.Tensor:
         return self.module.fuse(output.aux_hidden_states)
@@ -46,14 +47,15 @@ class Eagle3Chain:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        post_norm, pre_norm = self.module(token_ids, hidden, positions, metadata)
-        return post_norm, self.module.feedback(post_norm, pre_norm)
+        made: tuple[torch.Tensor, torch.Tensor]
+        made = self.module(token_ids, hidden, positions, metadata)
+        return made
 
     def compute_logits(self, index: int, states: torch.Tensor) -> torch.Tensor:
-        return self.module.compute_logits(states)
+        return self._head.forward(states)
 
     def choose_token(self, index: int, states: torch.Tensor) -> torch.Tensor:
-        return self.module.choose_token(states)
+        return self._head.argmax(states, self.target_ids)
 
 
 def create_eagle3(

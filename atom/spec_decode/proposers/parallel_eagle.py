@@ -31,7 +31,6 @@ class ParallelEagleModel:
         self.mask_token_id = draft.config.mask_token_id
         self.expected_acceptance = draft.config.expected_acceptance
         self.target_ids = draft.target_ids
-        self.choose_tokens = draft.choose_token
         self.compute_logits = draft.compute_logits
         device = draft.mask_hidden.device
         self._mask_token = torch.full((1,), self.mask_token_id, device=device)
@@ -43,8 +42,8 @@ class ParallelEagleModel:
         self.module.write_kv(*self._rows_of(step))
 
     def compute_states(self, step: VerifiedStep, rows: BlockRows, num_drafts: int) -> torch.Tensor:
-        post_norm, _ = self.module(*self._rows_of(step))
-        first: torch.Tensor = post_norm[step.last_rows]
+        states, _ = self.module(*self._rows_of(step))
+        first: torch.Tensor = states[step.last_rows]
         if num_drafts == 1:
             return first[None]
         count = len(first)
@@ -55,6 +54,9 @@ class ParallelEagleModel:
         hidden.copy_(self._mask_state.expand_as(hidden))
         others, _ = self.module(token_ids, hidden, positions, metadata)
         return torch.cat((first[None], by_draft(others, count)))
+
+    def choose_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        return self.module.head.argmax(states, self.target_ids)
 
     def begin_path(self, states: torch.Tensor) -> None:
         return None

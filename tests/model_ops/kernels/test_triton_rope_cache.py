@@ -98,7 +98,7 @@ class TestHeads:
         run = rope_and_cache_packed if is_packed else rope_and_cache
         run(positions, q, k, v, table, False, caches[0], slots, *ONE_KERNEL)
         parts = elementwise.rope, attention.kv_cache_write
-        attention.rope_and_cache(positions, q, k, v, table, False, caches[1], slots, *parts)
+        elementwise.rope_and_cache(positions, q, k, v, table, False, caches[1], slots, *parts)
         written = slots[KEPT]
         theirs = [x.float().flatten(0, 1)[written] for x in (caches[1].key, caches[1].value)]
         if is_packed:

@@ -4,11 +4,38 @@ from __future__ import annotations
 
 import torch
 
-from atom.model_ops.kernels.native.bindings import Kernels, mismatch
-from atom.model_ops.kernels.native.movement import gather_rows
+from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads
 
+_gather = Kernels("gather_rows", "3P5q")
 _window_places = Kernels("window_places", "5P4q")
 _options = Kernels("sampling_options", "5P3q")
+
+
+def gather_rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`source[index]`, for rows [N, ...] that are contiguous and index [R] int64.
+
+    Raises:
+        ValueError: when shapes or types do not fit.
+        IndexError: for an index that is no row.
+    """
+    if (
+        index.dtype is not torch.int64
+        or index.dim() != 1
+        or not index.is_contiguous()
+        or not source[:1].is_contiguous()
+    ):
+        raise mismatch("gather_rows", source=source, index=index)
+    out = source.new_empty(index.shape[0], *source.shape[1:])
+    item = source.element_size()
+    row_bytes = source[:1].numel() * item
+    wrong = _gather(
+        None,
+        *(index.data_ptr(), source.data_ptr(), out.data_ptr()),
+        *(index.shape[0], source.shape[0], row_bytes, source.stride(0) * item, num_threads()),
+    )
+    if wrong:
+        raise IndexError(f"{int(index[wrong - 1])} is none of {source.shape[0]} rows")
+    return out
 
 
 def embedding(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Copies and rows by index, for programs, which have no torch operations."""
+"""Copies, for programs, which have no torch operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads
 
 _copy = Kernels("copy", "2P15q")
-_gather = Kernels("gather_rows", "3P5q")
 _TYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -47,30 +46,3 @@ def copy(to: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         num_threads(),
     )
     return to
-
-
-def gather_rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`source[index]`, for rows [N, ...] that are contiguous and index [R] int64.
-
-    Raises:
-        ValueError: when shapes or types do not fit.
-        IndexError: for an index that is no row.
-    """
-    if (
-        index.dtype is not torch.int64
-        or index.dim() != 1
-        or not index.is_contiguous()
-        or not source[:1].is_contiguous()
-    ):
-        raise mismatch("gather_rows", source=source, index=index)
-    out = source.new_empty(index.shape[0], *source.shape[1:])
-    item = source.element_size()
-    row_bytes = source[:1].numel() * item
-    wrong = _gather(
-        None,
-        *(index.data_ptr(), source.data_ptr(), out.data_ptr()),
-        *(index.shape[0], source.shape[0], row_bytes, source.stride(0) * item, num_threads()),
-    )
-    if wrong:
-        raise IndexError(f"{int(index[wrong - 1])} is none of {source.shape[0]} rows")
-    return out

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atom.model_ops.kernels.native import movement
+from atom.model_ops.kernels.native.gather import gather_rows
 
 _OPS_OF_TORCH = "atom.model_ops.kernels.torch."
 _aten = torch.ops.aten
@@ -218,7 +219,7 @@ def _gather(recorder: Recorder, source: torch.Tensor, index: torch.Tensor) -> to
     if not index.is_contiguous():
         index = _clone(recorder, index)
     with recorder:
-        return movement.gather_rows(source, index)
+        return gather_rows(source, index)
 
 
 def _index(recorder: Recorder, source: torch.Tensor, indices: Sequence[Any]) -> Any:

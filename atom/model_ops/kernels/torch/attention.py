@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 
 from atom.model_ops.attention.metadata import AttentionMetadata, KVCacheTensor
-from atom.model_ops.kernels.torch.elementwise import Rope
 from atom.model_ops.kernels.torch.paged import (
     attention_mask,
     by_query_length,
@@ -20,42 +17,6 @@ from atom.model_ops.kernels.torch.paged import (
 
 # Cap of the scores, and sinks.
 _Special = tuple[float | None, torch.Tensor | None]
-
-
-class CacheWrite(Protocol):
-    """The op `kv_cache_write`."""
-
-    def __call__(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_cache: KVCacheTensor,
-        slot_mapping: torch.Tensor,
-        /,
-    ) -> None: ...
-
-
-def rope_and_cache(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos_sin: torch.Tensor,
-    interleaved: bool,
-    kv_cache: KVCacheTensor,
-    slot_mapping: torch.Tensor,
-    rope: Rope,
-    write: CacheWrite,
-) -> torch.Tensor:
-    """Rotate q [T, heads, d] and k [T, kv_heads, d]; write k and v to their slots -> q.
-
-    Args:
-        cos_sin, interleaved: as of `rope`.
-        rope, write: the ops `rope` and `kv_cache_write` for this cache.
-    """
-    q, k = rope(positions, q, k, cos_sin, interleaved)
-    write(k, v, kv_cache, slot_mapping)
-    return q
 
 
 def kv_cache_write(

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.quant.rounding import InputRounding, Rows
 
 
@@ -30,6 +31,19 @@ class PairNorm(Protocol):
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, other_weight: torch.Tensor, eps: float, /
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class CacheWrite(Protocol):
+    """The op `kv_cache_write`."""
+
+    def __call__(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: KVCacheTensor,
+        slot_mapping: torch.Tensor,
+        /,
+    ) -> None: ...
 
 
 class Rope(Protocol):
@@ -218,3 +232,26 @@ def _rotate(
     if rotary_dim < x.shape[-1]:
         parts.append(x[..., rotary_dim:].float())
     return torch.cat(parts, dim=-1).to(x.dtype)
+
+
+def rope_and_cache(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+    kv_cache: KVCacheTensor,
+    slot_mapping: torch.Tensor,
+    rope: Rope,
+    write: CacheWrite,
+) -> torch.Tensor:
+    """Rotate q [T, heads, d] and k [T, kv_heads, d]; write k and v to their slots -> q.
+
+    Args:
+        cos_sin, interleaved: as of `rope`.
+        rope, write: the ops `rope` and `kv_cache_write` for this cache.
+    """
+    q, k = rope(positions, q, k, cos_sin, interleaved)
+    write(k, v, kv_cache, slot_mapping)
+    return q

@@ -8,8 +8,7 @@ import triton.language as tl
 
 from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.kernels import packed_cache
-from atom.model_ops.kernels.torch.attention import CacheWrite
-from atom.model_ops.kernels.torch.elementwise import Rope
+from atom.model_ops.kernels.torch.elementwise import CacheWrite, Rope
 from atom.model_ops.kernels.triton.attention.cache_write import quantize
 from atom.model_ops.kernels.triton.attention.flash import describe
 from atom.model_ops.kernels.triton.rope import load_angles, rotate_heads, rotated
