@@ -25,8 +25,8 @@ from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.step.carried_rows import CarriedRows
-from atom.model_engine.step.input_builder import InputBuilder
-from atom.model_engine.step.step_runner import StepRunner, runs_op_by_op
+from atom.model_engine.step.input_builder import InputBuilder, runs_op_by_op
+from atom.model_engine.step.step_runner import StepRunner
 from atom.model_ops.attention.metadata import ModelInput, ModelOutput, SamplingMetadata
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
@@ -150,7 +150,7 @@ class NullExecutor:
             proposer, "null", lookup, None, sync_is_free=not is_ahead, is_ahead=is_ahead
         )
         steps = StepRunner(model.forward, sampler, proposer)
-        self._runner = ModelRunner(inputs, steps, sampler, drafter, carried=carried)
+        self._runner = ModelRunner(inputs, steps, sampler, drafter)
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         return self._runner.launch(batch)

@@ -134,7 +134,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_unfinished or self._grammar_queue.has_waiting
+        return self._scheduler.has_unfinished or bool(self._grammar_queue.waiting)
 
     @property
     def max_idle_ms(self) -> int | None:
@@ -144,7 +144,7 @@ class EngineCore:
     @property
     def stats(self) -> EngineStats:
         stats = self._scheduler.stats()
-        stats.num_waiting += self._grammar_queue.num_waiting
+        stats.num_waiting += len(self._grammar_queue.waiting)
         return stats
 
     def step(self) -> StepReport:
@@ -166,7 +166,7 @@ class EngineCore:
                 batch failed, or scheduling failed.
         """
         self._check_alive()
-        if self._grammar_queue.has_waiting:
+        if self._grammar_queue.waiting:
             self._admit_compiled()
         while len(self._launched) < self.executor.depth and self._launch():
             pass
@@ -175,7 +175,8 @@ class EngineCore:
         with self._end:
             refused, self._refused = self._refused + self._scheduler.take_refused(), []
             ended = [output.id for output in outputs if output.finish_reason is not None]
-            self._grammar_queue.forget([*ended, *(sequence.id for sequence in refused)])
+            if ended or refused:
+                self._grammar_queue.forget([*ended, *(sequence.id for sequence in refused)])
             return StepReport(outputs=outputs, refused=refused)
 
     def reset_prefix_cache(self) -> bool:

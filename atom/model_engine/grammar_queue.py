@@ -42,6 +42,9 @@ class _Waiting(NamedTuple):
 class GrammarQueue:
     """Holds waiting requests, and the grammars of live sequences.
 
+    Attributes:
+        waiting: requests whose grammar is not compiled yet, by id; read-only for callers.
+
     Args:
         compile_seconds: a request that waits longer than this is refused.
     """
@@ -49,17 +52,9 @@ class GrammarQueue:
     def __init__(self, grammars: GrammarCache, compile_seconds: float = COMPILE_SECONDS) -> None:
         self._grammars = grammars
         self._compile_seconds = compile_seconds
-        self._waiting: dict[str, _Waiting] = {}
+        self.waiting: dict[str, _Waiting] = {}
         # One for each live sequence with a grammar, which keeps the grammar in the cache.
         self._futures: dict[str, Future[Grammar]] = {}
-
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     def add(self, request: EngineRequest) -> None:
         """Start compiling the request's grammar.
@@ -72,7 +67,7 @@ class GrammarQueue:
         wanted = request.params.structured_output
         assert wanted is not None
         deadline = time.monotonic() + self._compile_seconds
-        self._waiting[request.id] = _Waiting(request, deadline)
+        self.waiting[request.id] = _Waiting(request, deadline)
         self._futures[request.id] = self._grammars.submit(wanted)
 
     def compile(self, wanted: StructuredOutput) -> None:
@@ -90,8 +85,8 @@ class GrammarQueue:
 
     def wait(self) -> None:
         """Wait up to 20 ms for one of the pending grammars."""
-        if self._waiting:
-            futures = [self._futures[id] for id in self._waiting]
+        if self.waiting:
+            futures = [self._futures[id] for id in self.waiting]
             wait_any(futures, _WAIT_SECONDS, FIRST_COMPLETED)
 
     def release(self, admit: Callable[[EngineRequest], None]) -> list[RefusedSequence]:
@@ -100,11 +95,11 @@ class GrammarQueue:
         now = time.monotonic()
         due = [
             id
-            for id, waiting in self._waiting.items()
+            for id, waiting in self.waiting.items()
             if self._futures[id].done() or waiting.deadline <= now
         ]
         for id in due:
-            request = self._waiting.pop(id).request
+            request = self.waiting.pop(id).request
             try:
                 _check(self._futures[id], 0)
                 admit(request)
@@ -117,7 +112,7 @@ class GrammarQueue:
         """Forget sequences; returns the outputs of those that were still waiting here."""
         outputs = []
         for id in ids:
-            waiting = self._waiting.pop(id, None)
+            waiting = self.waiting.pop(id, None)
             if waiting is not None:
                 self._abandon(waiting.request)
                 outputs.append(SequenceOutput(id=id, finish_reason=FinishReason.ABORT))

@@ -20,14 +20,12 @@ from atom.batch import (
 )
 from atom.graphs.staging import Arriving
 from atom.kv_cache.state_pool import StatePool
-from atom.model_engine.step.carried_rows import CarriedRows
 from atom.model_engine.step.input_builder import InputBuilder, StepInput
 from atom.model_engine.step.step_runner import StepRunner
-from atom.sampling.sampler import Sampled, Sampler, Verified
+from atom.sampling.sampler import Sampled, Sampler
 from atom.sampling_params import Needs
 from atom.spec_decode.draft_policy import DraftNumbers
 from atom.spec_decode.drafter import NO_DRAFTS, Drafter, LaunchedDrafts, LookupDrafts
-from atom.spec_decode.proposers.base import Proposal
 
 _NOTHING = ScheduledBatch([], [], [])
 
@@ -74,7 +72,6 @@ class ModelRunner:
     Args:
         publish: called with what other ranks must do, after all that can fail because of a request
             and before the model runs; None when there are no others.
-        carried: what passes from step to step on the device; None if steps do not overlap.
         states: the target's recurrent states, if some are kept for prefix caching.
     """
 
@@ -85,7 +82,6 @@ class ModelRunner:
         sampler: Sampler,
         drafter: Drafter,
         publish: Callable[[RankStep], RankStep] | None = None,
-        carried: CarriedRows | None = None,
         states: StatePool | None = None,
     ) -> None:
         self.inputs = inputs
@@ -93,7 +89,6 @@ class ModelRunner:
         self._sampler = sampler
         self._drafter = drafter
         self._publish = publish
-        self._carried = carried
         self._images = inputs.images
         self._states = states
         self._newest = _NOTHING
@@ -105,7 +100,7 @@ class ModelRunner:
         steps.
         """
         steps = self.steps.without_draft_replay()
-        return ModelRunner(self.inputs, steps, self._sampler, drafter, carried=self._carried)
+        return ModelRunner(self.inputs, steps, self._sampler, drafter)
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Compute the scheduled tokens, sample and verify, and propose the next drafts.
@@ -130,26 +125,22 @@ class ModelRunner:
         if step is None:
             nothing = StepOutput([], self._drafter.num_lookup_tokens)
             return LaunchedStep(lambda: nothing)
-        if self._drafter.drafts_after_lookup or self._follows_grammars(step):
+        has_grammars = bool(step.sample.needs & Needs.GRAMMAR)
+        if self._drafter.drafts_after_lookup or (
+            self._drafter.drafts_within_grammars and has_grammars
+        ):
             output = self._draft_after_sampling(batch, step, numbers)
             return LaunchedStep(lambda: output)
         done = self.steps.run(batch.sequences, step, numbers.made)
         proposed, parts = done.draft(numbers.made)
-        self._leave(step, done.verified, proposed)
-        self._sampler.raise_failure()
+        if step.carried is not None:
+            step.carried.rows.leave(step.carried, done.verified, step.model_input, proposed)
+        if self._sampler.failure is not None:
+            self._sampler.raise_failure()
         num_made = 0 if proposed is None else len(proposed.tensors)
         arriving = self.steps.send_to_host(proposed, done.verified)
         collect = partial(self._collect, batch, step, arriving, num_made, numbers, parts)
         return LaunchedStep(collect, numbers.made if num_made else 0, self._drafter.source)
-
-    def _leave(self, step: StepInput, verified: Verified, proposed: Proposal | None) -> None:
-        """Leave the tokens and the drafts for the next step, if it may be launched before they are
-        read.
-        """
-        if self._carried is None or step.carried is None:
-            return
-        drafts = None if proposed is None else proposed.token_ids
-        self._carried.leave(step.carried, verified, step.model_input, drafts)
 
     def _collect(
         self,
@@ -165,28 +156,26 @@ class ModelRunner:
         made, arrays = arrays[:num_made], arrays[num_made:]
         sampled = self._sampler.take(step.sample, arrays)
         rows = [batch.sequences[i].row for i in step.sample.layout.indices]
-        launched = self._launched_drafts(batch, rows, made)
+        launched = None
+        if self._drafter.has_lookup and self._newest is not batch:
+            launched = self._launched_drafts(rows, made)
         found = self._look_up(batch, step, launched)
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
             drafts = self._drafter.merge(numbers, rows, found, made, allowed, launched)
-        results = self._results(batch, step, sampled, drafts)
-        if self._carried is not None and self._drafter.has_lookup:
-            indices, lost = step.sample.layout.indices, self._drafter.tokens_lost_by_overlap
-            _shift_lookup_drafts(results, indices, launched or [None] * len(rows), found, lost)
-        encoder = None if self._images is None else self._images.take_counts()
-        return StepOutput(results, self._drafter.num_lookup_tokens, parts, encoder)
+        output = self._output(batch, step, sampled, drafts, parts)
+        if step.carried is not None and self._drafter.has_lookup:
+            launched, lost = launched or [None] * len(rows), self._drafter.tokens_lost_by_overlap
+            indices = step.sample.layout.indices
+            _shift_lookup_drafts(output.sequences, indices, launched, found, lost)
+        return output
 
-    def _launched_drafts(
-        self, batch: ScheduledBatch, rows: Sequence[int], made: Sequence[np.ndarray]
-    ) -> LaunchedDrafts | None:
-        """Which drafts of the sampled sequences a step verifies that was launched behind this one;
-        None if there is no such step, or no lookup that goes on from it.
+    def _launched_drafts(self, rows: Sequence[int], made: Sequence[np.ndarray]) -> LaunchedDrafts:
+        """Which drafts of the sampled sequences the step verifies that was launched last, behind
+        this one.
 
         Args:
             made: the tensors of the proposer's drafts, if it made any.
         """
-        if self._newest is batch or not self._drafter.has_lookup:
-            return None
         ahead = {s.row: s for s in self._newest.sequences if s.is_ahead}
         launched: list[list[int] | None] = []
         for i, row in enumerate(rows):
@@ -214,9 +203,7 @@ class ModelRunner:
             proposed, parts = done.draft(numbers.made, guide)
             made = self.steps.send_to_host(proposed)()
             drafts = self._drafter.merge(numbers, rows, found, made, allowed)
-        results = self._results(batch, step, sampled, drafts)
-        encoder = None if self._images is None else self._images.take_counts()
-        return StepOutput(results, self._drafter.num_lookup_tokens, parts, encoder)
+        return self._output(batch, step, sampled, drafts, parts)
 
     @torch.inference_mode()
     def follow(self, rank_step: RankStep) -> None:
@@ -233,7 +220,8 @@ class ModelRunner:
         sample = replace(step.sample, kind=kind)
         done = self.steps.run(batch.sequences, replace(step, sample=sample), numbers.made)
         proposed, _ = done.draft(numbers.made)
-        self._leave(step, done.verified, proposed)
+        if step.carried is not None:
+            step.carried.rows.leave(step.carried, done.verified, step.model_input, proposed)
 
     def _run_dummy_step(self, rank_step: RankStep) -> None:
         """Compute a padding row, and drafts after it, if other engines need this one's experts."""
@@ -243,16 +231,11 @@ class ModelRunner:
     def _start(self, batch: ScheduledBatch) -> None:
         if self._images is not None:
             self._images.start(batch)
-        self._sampler.forget(batch.freed_rows)
+        if batch.freed_rows:
+            self._sampler.forget(batch.freed_rows)
         self._drafter.start(batch)
         if self._states is not None:
             self._states.start(batch)
-
-    def _follows_grammars(self, step: StepInput) -> bool:
-        """Whether drafts are made within grammars, after sampling."""
-        return self._drafter.drafts_within_grammars and any(
-            s.grammar is not None for s in step.sample.states
-        )
 
     def _look_up(
         self, batch: ScheduledBatch, step: StepInput, launched: LaunchedDrafts | None = None
@@ -268,13 +251,14 @@ class ModelRunner:
             for sequence, drafts in zip(sampled, found, strict=True)
         ]
 
-    def _results(
+    def _output(
         self,
         batch: ScheduledBatch,
         step: StepInput,
         sampled: Sampled,
         drafts: Sequence[tuple[list[int], str]],
-    ) -> list[SequenceResult]:
+        parts: StepParts,
+    ) -> StepOutput:
         results = [SequenceResult([])] * len(batch.sequences)
         for index, prompt_logprobs in sampled.prompt_logprobs.items():
             results[index] = SequenceResult([], prompt_logprobs=prompt_logprobs)
@@ -284,4 +268,5 @@ class ModelRunner:
         ):
             prompt = sampled.prompt_logprobs.get(index) if sampled.prompt_logprobs else None
             results[index] = SequenceResult(tokens, logprobs, prompt, draft_ids, source, failure)
-        return results
+        encoder = None if self._images is None else self._images.take_counts()
+        return StepOutput(results, self._drafter.num_lookup_tokens, parts, encoder)

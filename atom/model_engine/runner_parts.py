@@ -15,12 +15,12 @@ from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts
 from atom.model_engine.step.carried_rows import CarriedRows
 from atom.model_engine.step.encoder_cache import EncoderCache
-from atom.model_engine.step.input_builder import InputBuilder
+from atom.model_engine.step.input_builder import InputBuilder, runs_op_by_op
 from atom.model_engine.step.planned_graphs import draft_numbers
 from atom.model_engine.step.recorded_steps import RecordedSteps
 from atom.model_engine.step.step_graphs import StepGraphs
 from atom.model_engine.step.step_images import StepImages
-from atom.model_engine.step.step_runner import StepRunner, runs_op_by_op
+from atom.model_engine.step.step_runner import StepRunner
 from atom.model_engine.step.watched_steps import WatchedInputs, WatchedRunner
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
@@ -57,7 +57,7 @@ def create_runner(
     inputs = _create_inputs(rank, parts, sampler, carried)
     steps = _create_steps(rank, parts, sampler, inputs)
     states = parts.states if parts.states.num_slots else None
-    return ModelRunner(inputs, steps, sampler, parts.drafter, publish, carried, states)
+    return ModelRunner(inputs, steps, sampler, parts.drafter, publish, states)
 
 
 def create_watch(rank: Rank, parts: RankParts, runner: ModelRunner, num_blocks: int) -> Launcher:

@@ -150,15 +150,16 @@ class Scheduler:
         """
         self._in_flight.check_room(before)
         plan = PlannedBatch(self._options.max_num_batched_tokens, before)
+        is_ahead, has_suspects = bool(self._in_flight.batches), bool(self._suspects.groups)
         # Blocks that a preemption freed are for those who run.
         if (
             self._in_flight.can_be_followed(bool(self._lookahead.num_tokens))
-            and not (self._in_flight and self._suspects)
-            and not self._schedule_suspects(plan)
+            and not (has_suspects and (is_ahead or self._schedule_suspects(plan)))
             and not self._schedule_running(plan, before)
+            and self._waiting.items
         ):
             self._admit(plan)
-        if self._in_flight and not plan.sequences:
+        if is_ahead and not plan.sequences:
             return plan.finish([])
         batch = plan.finish(self._kv_cache_manager.take_freed_rows())
         if plan.sequences:
@@ -318,13 +319,13 @@ class Scheduler:
             plan.start(seq, count)
 
     def _schedule_suspects(self, plan: PlannedBatch) -> bool:
-        """Schedule the first group of suspects alone; false when there is none or no room for it.
+        """Schedule the first group of suspects alone; false when there is no room for it.
 
         Sequences that passed this check keep their blocks; if they leave no room, they run on until
         there is some. A suspect gets blocks for all its known tokens when it starts, but for their
         parts for layers with a window.
         """
-        for seq in self._suspects.first_group():
+        for seq in self._suspects.groups[0].values():
             if plan.budget == 0:
                 break
             if seq.status is SequenceStatus.RUNNING:
@@ -372,7 +373,7 @@ class Scheduler:
         if not scheduled.wants_sample:
             self._prefixes.publish(seq)
             return None
-        if self._suspects:
+        if self._suspects.groups:
             self._suspects.discard(scheduled.id)
         if result.failure is not None and not token_ids:
             self._refuse(seq, result.failure)

@@ -155,20 +155,6 @@ class Sequence:
         """Known tokens after the launched steps if all their drafts are accepted."""
         return len(self.token_ids) + self.launched.num_sampled
 
-    def num_drafts(self, before: LaunchedStep | None) -> int:
-        """How many drafts there are for its next step.
-
-        Args:
-            before: the newest launched step.
-        """
-        params, made = self.request.params, len(self.draft_token_ids)
-        if self.launched.is_sampling and before is not None:
-            made = before.num_drafts if params.speculation else 0
-            if self.drafts_after_next is not None:
-                made = len(self.drafts_after_next[0])
-        most = params.num_speculative_tokens
-        return made if most is None else min(made, most)
-
     def next_tokens(self, most: int, before: LaunchedStep | None) -> tuple[int, int]:
         """How many known tokens its next step computes, and how many drafts behind them.
 
@@ -182,9 +168,16 @@ class Sequence:
         count = known - self.most_computed
         if count > most:
             return most, 0
+        params, drafts = self.request.params, len(self.draft_token_ids)
+        if self.launched.is_sampling and before is not None:
+            drafts = before.num_drafts if params.speculation else 0
+            if self.drafts_after_next is not None:
+                drafts = len(self.drafts_after_next[0])
+        if params.num_speculative_tokens is not None:
+            drafts = min(drafts, params.num_speculative_tokens)
         # If all drafts are accepted, the bonus token must still fit in max_num_tokens.
         room = self.max_num_tokens - known - 1
-        return count, max(min(self.num_drafts(before), most - count, room), 0)
+        return count, max(min(drafts, most - count, room), 0)
 
     def cut_for_states(self, count: int) -> int:
         """How many of its next `count` tokens a step computes, so that it ends where its recurrent

@@ -16,7 +16,7 @@ from atom.graphs.staging import StagingBuffer
 from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.upload import upload
 from atom.sampling.logit_constraints import ProcessedRow, TokenValues
-from atom.sampling.ops import TORCH_OPS, SamplingOps
+from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows, SequenceState
 from atom.sampling.token_counts import TokenCounts
 from atom.sampling_params import EDITS, Needs
@@ -105,30 +105,24 @@ class LogitEdits:
             self.penalties.apply(scores, counts)
         return scores
 
+    def choose(
+        self,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        counts: TokenCounts,
+        ops: SamplingOps,
+    ) -> torch.Tensor:
+        """As the op `choose_tokens`, with the edited rows in place of theirs.
 
-def choose(
-    logits: torch.Tensor,
-    metadata: SamplingMetadata,
-    edits: LogitEdits | None,
-    counts: TokenCounts,
-    ops: SamplingOps = TORCH_OPS,
-) -> torch.Tensor:
-    """One token for each row of logits [R, V]: [R] int64, -1 where none can be chosen.
-
-    Edited rows first get their masks, biases and penalties. Greedy rows take the argmax; the others
-    are sampled after temperature, min_p, top_k and top_p, in this order, where top_p refers to what
-    min_p and top_k leave. Ties are ordered by token id, lowest first. The logits are not modified,
-    and there is no host sync on a GPU.
-    """
-    if edits is None:
-        return ops.choose_tokens(logits, metadata)
-    scores = edits.apply(logits, ops.mask_tokens, counts)
-    if scores.shape == logits.shape:
-        token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    else:
-        token_ids = ops.choose_tokens(logits, metadata)
-    chosen = ops.choose_tokens(scores, metadata.select(edits.rows))
-    return token_ids.index_copy_(0, edits.rows, chosen)
+        The logits are not modified, and there is no host sync on a GPU.
+        """
+        scores = self.apply(logits, ops.mask_tokens, counts)
+        if scores.shape == logits.shape:
+            token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        else:
+            token_ids = ops.choose_tokens(logits, metadata)
+        chosen = ops.choose_tokens(scores, metadata.select(self.rows))
+        return token_ids.index_copy_(0, self.rows, chosen)
 
 
 @dataclass

@@ -115,8 +115,9 @@ class SamplePlan:
         penalised: indices [n] int64 into S, and their `TokenCounts` slots; None without.
         prompts: the sequences with prompt logprobs.
         synthetic: how many drafts count as accepted, whatever is sampled; None if that decides.
-        kind: how all rows are chosen, one of `KINDS`; None where the first rank alone knows what
-            else is done with their logits: edits, or logprobs.
+        filters: how all rows are chosen, one of `KINDS`.
+        kind: `filters`; None where the first rank alone knows what else is done with their logits:
+            edits, or logprobs.
     """
 
     layout: RowLayout
@@ -132,6 +133,7 @@ class SamplePlan:
     penalised: tuple[torch.Tensor, torch.Tensor] | None
     prompts: list[PromptRows]
     synthetic: SyntheticCounts | None
+    filters: Needs
     kind: Needs | None
 
     @property

@@ -18,7 +18,7 @@ from atom.graphs.staging import ReadInPlace, StagingBuffer
 from atom.messages import TokenLogprobs
 from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.sampling.decode_rows import KINDS, DecodeRows, kind_of
-from atom.sampling.edits import EditsBuilder, LogitEdits, choose
+from atom.sampling.edits import EditsBuilder, LogitEdits
 from atom.sampling.failure import SamplingFailedError
 from atom.sampling.logprobs import Logprobs, as_messages, compute_logprobs
 from atom.sampling.ops import TORCH_OPS, SamplingOps
@@ -108,6 +108,10 @@ class Sampler:
     Each step calls `lay_out`, then, after `staging.send`, `sample`, and `take` once the results are
     on the host.
 
+    Attributes:
+        failure: of choosing the step's tokens, which other ranks wait for; `raise_failure` raises
+            it.
+
     Args:
         synthetic: accepts drafts at random; None to accept those that equal the samples.
         choose_greedily: the tokens of greedy rows as all ranks find them, from hidden states; None
@@ -135,7 +139,7 @@ class Sampler:
         self._others_wait = others_wait
         self._choose_greedily = choose_greedily
         self._synthetic = synthetic
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
         self._rows = rows
         self._edits = EditsBuilder(rows, vocab_size, device)
         self._ops = ops
@@ -165,6 +169,8 @@ class Sampler:
         is_random = bool(together & Needs.TEMPERATURE)
         states = self._rows.states(rows)
         table = layout.table()
+        # As graphs do: filters that are off change nothing, and each set has kernels of its own.
+        filters = kind_of(together)
         return SamplePlan(
             layout,
             states,
@@ -184,7 +190,8 @@ class Sampler:
                 if self._synthetic is not None and layout.most
                 else None
             ),
-            kind=None if together & (Needs.LOGPROBS | EDITS) else kind_of(together),
+            filters=filters,
+            kind=None if together & (Needs.LOGPROBS | EDITS) else filters,
         )
 
     def lay_out_again(
@@ -323,7 +330,7 @@ class Sampler:
         """
         if rows is None:
             return None
-        return self._rows.metadata(rows, None, kind_of(plan.needs), self._ops.sampling_options)
+        return self._rows.metadata(rows, None, plan.filters, self._ops.sampling_options)
 
     def _choose_together(
         self, plan: SamplePlan, hidden_states: torch.Tensor
@@ -333,9 +340,9 @@ class Sampler:
         If choosing fails while other ranks wait, the step goes on with no tokens, since they are in
         the middle of it; `raise_failure` raises the error afterwards.
         """
-        if plan.is_greedy and self._choose_greedily is not None:
+        if self._choose_greedily is not None and plan.is_greedy:
             return self._choose_greedily(hidden_states[plan.logits_indices]), None
-        logits = self.logits(plan, hidden_states)
+        logits = self._compute_logits(hidden_states[plan.logits_indices])
         if not self._others_wait:
             return self._choose(plan, logits)
         sampled, logprobs = plan.logits_indices.new_full((len(logits),), -1), None
@@ -343,17 +350,19 @@ class Sampler:
             try:
                 sampled, logprobs = self._choose(plan, logits)
             except Exception as error:
-                self._failure = error
+                self.failure = error
         return self._group.broadcast(sampled), logprobs
 
     def _choose(
         self, plan: SamplePlan, logits: torch.Tensor
     ) -> tuple[torch.Tensor, Logprobs | None]:
-        edits = None if plan.create_edits is None else plan.create_edits()
-        # As graphs do: filters that are off change nothing, and each set has kernels of its own.
-        kind = kind_of(plan.needs)
-        metadata = self._rows.metadata(plan.rows, plan.positions, kind, self._ops.sampling_options)
-        sampled = choose(logits, metadata, edits, self._rows.counts, self._ops)
+        gather = self._ops.sampling_options
+        metadata = self._rows.metadata(plan.rows, plan.positions, plan.filters, gather)
+        if plan.create_edits is None:
+            sampled = self._ops.choose_tokens(logits, metadata)
+        else:
+            edits = plan.create_edits()
+            sampled = edits.choose(logits, metadata, self._rows.counts, self._ops)
         if plan.logprob_rows is None:
             return sampled, None
         rows, wanted = plan.logprob_rows
@@ -361,12 +370,12 @@ class Sampler:
         return sampled, compute_logprobs(logits[rows], chosen, max(wanted))
 
     def raise_failure(self) -> None:
-        """Call once all ranks have finished the step.
+        """Call once all ranks have finished a step with a `failure`.
 
         Raises:
             SamplingFailedError: when choosing the step's tokens failed.
         """
-        failure, self._failure = self._failure, None
+        failure, self.failure = self.failure, None
         if failure is not None:
             raise SamplingFailedError(failure) from failure
 
@@ -393,11 +402,14 @@ class Sampler:
                 message = _SLOW_GRAMMAR if slow else _NO_GRAMMATICAL_TOKEN
                 failures[s] = message.format(num_outputs + admitted)
                 del good[admitted:]
+        logprobs: list[list[TokenLogprobs] | None] = [None] * len(token_ids)
+        if plan.logprob_rows is not None:
+            logprobs = self._take_logprobs(plan, plan.logprob_rows[1], token_ids, rest)
         return Sampled(
             token_ids,
             accepted,
             failures,
-            self._take_logprobs(plan, token_ids, rest),
+            logprobs,
             {
                 p.index: as_messages([next(rest) for _ in range(3)], [p.wanted] * p.num_targets)
                 for p in plan.prompts
@@ -442,14 +454,17 @@ class Sampler:
         return parts
 
     def _take_logprobs(
-        self, plan: SamplePlan, token_ids: list[list[int]], arrays: Iterator[np.ndarray]
+        self,
+        plan: SamplePlan,
+        wanted: list[int],
+        token_ids: list[list[int]],
+        arrays: Iterator[np.ndarray],
     ) -> list[list[TokenLogprobs] | None]:
-        """The logprobs of each sampled sequence's tokens."""
+        """The logprobs of each sampled sequence's tokens; None where nobody asked."""
         results: list[list[TokenLogprobs] | None] = [None] * len(token_ids)
-        if plan.logprob_rows is not None:
-            rows = iter(as_messages([next(arrays) for _ in range(3)], plan.logprob_rows[1]))
-            for s, tokens in enumerate(token_ids):
-                if plan.states[s].params.logprobs is not None:
-                    own = [next(rows) for _ in range(plan.layout.num_drafts[s] + 1)]
-                    results[s] = own[: len(tokens)]
+        rows = iter(as_messages([next(arrays) for _ in range(3)], wanted))
+        for s, tokens in enumerate(token_ids):
+            if plan.states[s].params.logprobs is not None:
+                of_rows = [next(rows) for _ in range(plan.layout.num_drafts[s] + 1)]
+                results[s] = of_rows[: len(tokens)]
         return results

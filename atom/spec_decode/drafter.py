@@ -81,6 +81,7 @@ class Drafter:
         self.tokens_lost_by_overlap: list[float] = []
         self._is_ahead = is_ahead
         self._lookup = lookup
+        self._lookup_source = source if lookup is None else lookup.source
         self._policy = policy or FixedDrafts(own, self.max_drafts)
         self._grammars = grammars
         # Of the step that was merged last.
@@ -105,6 +106,10 @@ class Drafter:
         # Each sequence goes on by a token, and none computes its prompt.
         is_steady = not batch.new and batch.num_drafting == batch.num_tokens
         self._policy.begin(batch.num_drafting, is_steady=is_steady)
+        if batch.freed_rows or batch.new:
+            self._change_rows(batch)
+
+    def _change_rows(self, batch: ScheduledBatch) -> None:
         if self._lookup is not None:
             self._lookup.forget(batch.freed_rows)
             self._lookup.start(batch.new)
@@ -221,7 +226,7 @@ class Drafter:
             if each is not None:
                 likely = each.first(numbers.most).likely(numbers.least)
                 drafts[i], expected[i] = likely.token_ids, likely.score
-                sources[i] = self._source_of(each)
+                sources[i] = self._lookup_source
             elif self._lookup is not None and (launched is None or launched[i] is None):
                 room = numbers.asked - len(own[i])
                 if own[i] and room > 0:
@@ -263,11 +268,6 @@ class Drafter:
                     self._accepted += (accepted - self._accepted) / self._num_observed
         usual = seconds if num_rows == batch.num_tokens else None
         self._policy.observe(self._merged, verified, usual)
-
-    def _source_of(self, drafts: Continuation | None) -> str:
-        if drafts is None or self._lookup is None:
-            return self.source
-        return self._lookup.source
 
 
 def _of_proposer(

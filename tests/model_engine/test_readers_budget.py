@@ -14,9 +14,8 @@ import atom
 from atom.messages import EngineRequest
 
 _ROOT = str(Path(atom.__file__).parent)
-# Files and functions. The goal op by op is 40 and 170; 22 of these files are the model and its
-# operations.
-_MOST = {"replayed": (29, 109), "op by op": (55, 207)}
+# Files and functions. Op by op 17 of these files are the model and its operations.
+_MOST = {"replayed": (26, 92), "op by op": (40, 172)}
 
 
 @pytest.mark.parametrize("run", _MOST)

@@ -18,8 +18,7 @@ from atom.graphs.runner import ForwardOp, GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.kv_cache.state_pool import StatePool, recurrent_layers
-from atom.model_engine.step.input_builder import InputBuilder
-from atom.model_engine.step.step_runner import runs_op_by_op
+from atom.model_engine.step.input_builder import InputBuilder, runs_op_by_op
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import build_model
 from atom.model_ops.attention.metadata import ModelOutput

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch import sampling
 from atom.model_ops.noise import exponential_noise, row_keys, token_hashes
-from atom.sampling.edits import LogitEdits, Penalties, choose
+from atom.sampling.edits import LogitEdits, Penalties
 from atom.sampling.logit_constraints import TokenValues
 from atom.sampling.logprobs import compute_logprobs
+from atom.sampling.ops import TORCH_OPS
 from atom.sampling.token_counts import TokenCounts
 
 INF = math.inf
@@ -33,7 +34,10 @@ def sample(logits: torch.Tensor, **options: Any) -> torch.Tensor:
     names = {field.name for field in dataclasses.fields(SamplingMetadata)}
     metadata = SamplingMetadata(**{n: v for n, v in options.items() if n in names})
     counts = TokenCounts(logits.shape[1], CPU)
-    return choose(logits, metadata, edits_of(options, counts), counts)
+    edits = edits_of(options, counts)
+    if edits is None:
+        return TORCH_OPS.choose_tokens(logits, metadata)
+    return edits.choose(logits, metadata, counts, TORCH_OPS)
 
 
 def edits_of(m: dict[str, Any], counts: TokenCounts) -> LogitEdits | None:

@@ -440,7 +440,7 @@ def test_a_grammar_that_takes_too_long_refuses_its_requests(
     [refused] = queue.release(lambda request: pytest.fail(request.id))
     assert (refused.id, refused.param) == ("late", "structured_output")
     assert "takes too long" in refused.message
-    assert not queue.has_waiting
+    assert not queue.waiting
     gated.gate.set()
     admitted: list[str] = []
     queue.add(waiting("again"))

@@ -45,13 +45,13 @@ def test_easy_grammars_pass_hard_ones_which_are_refused(create: CreateCache) -> 
         queue.add(request(f"hard-{i}", hard(i)))
     for i in range(1, 6):
         queue.compile(easy(i))
-    assert queue.num_waiting == NUM_HARD
+    assert len(queue.waiting) == NUM_HARD
     assert queue.release(lambda admitted: pytest.fail(admitted.id)) == []
     refused = []
 
     def release() -> bool:
         refused.extend(queue.release(lambda admitted: pytest.fail(admitted.id)))
-        return not queue.has_waiting
+        return not queue.waiting
 
     wait_until(release)
     assert {sequence.id for sequence in refused} == {f"hard-{i}" for i in range(NUM_HARD)}

@@ -19,18 +19,18 @@ class InFlight:
     an id may belong to another sequence.
 
     A sequence that ends meanwhile keeps its blocks and its row until no batch computes it.
+
+    Attributes:
+        batches: the oldest first; read-only for callers.
     """
 
     def __init__(self) -> None:
-        self._batches: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._batches)
+        self.batches: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
 
     @property
     def ended(self) -> Iterator[Sequence]:
         """The sequences that have ended, each once."""
-        met = {seq.order: seq for _, sequences in self._batches for seq in sequences}
+        met = {seq.order: seq for _, sequences in self.batches for seq in sequences}
         return (seq for seq in met.values() if seq.status is SequenceStatus.FINISHED)
 
     def can_be_followed(self, drafts: bool) -> bool:
@@ -44,7 +44,7 @@ class InFlight:
         Args:
             drafts: whether steps verify drafts.
         """
-        newest = self._batches[-1][1] if self._batches else []
+        newest = self.batches[-1][1] if self.batches else []
         lost = sum(0.5 if seq.must_wait(drafts) else seq.tokens_lost_by_overlap for seq in newest)
         return _LOSES_ONE_OF * lost <= len(newest)
 
@@ -57,7 +57,7 @@ class InFlight:
         Raises:
             RuntimeError: when as many batches as may be are in flight, or `before` is missing.
         """
-        count = len(self._batches)
+        count = len(self.batches)
         if count >= MOST_IN_FLIGHT or (count and before is None):
             raise RuntimeError(
                 f"schedule() was called again before update() of the last batch: {count} are in "
@@ -65,13 +65,13 @@ class InFlight:
             )
 
     def add(self, batch: ScheduledBatch, sequences: list[Sequence]) -> None:
-        self._batches.append((batch, sequences))
+        self.batches.append((batch, sequences))
 
     def take(self, batch: ScheduledBatch) -> list[Sequence]:
         """The sequences of the oldest batch, whose results have arrived; none if it is another."""
-        if not self._batches or self._batches[0][0] is not batch:
+        if not self.batches or self.batches[0][0] is not batch:
             return []
-        sequences = self._batches.popleft()[1]
+        sequences = self.batches.popleft()[1]
         for seq in sequences:
             seq.launched.end_oldest()
         return sequences
@@ -83,7 +83,7 @@ class InFlight:
         Raises:
             RuntimeError: when others are in flight, but not the one that failed.
         """
-        batches = self._batches
+        batches = self.batches
         if batches and failed.sequences and not any(b is failed for b, _ in batches):
             raise RuntimeError("give_back() got another batch than one that runs")
         freed = [row for batch, _ in batches for row in batch.freed_rows]

@@ -24,6 +24,7 @@ from atom.model_ops.kernels.torch.carried import CarriedInputs, CarriedTokens
 from atom.model_ops.registry import OpTable
 from atom.sampling.plan import RowLayout, SamplePlan
 from atom.sampling.sampler import Verified
+from atom.spec_decode.proposers.base import Proposal
 
 TakeOp = Callable[[CarriedTokens, CarriedInputs, torch.Tensor, int, torch.Tensor, int], None]
 LeaveOp = Callable[
@@ -59,6 +60,7 @@ class CarriedPlan:
     """Which rows of a step take what was left, and which leave something; valid after the send.
 
     Attributes:
+        rows: what is left and taken.
         taken, num_newest: as the op `take_carried` has them; None if no sequence is ahead.
         left: as the op `leave_carried` has it.
         known: [2, n] int64, places in `CarriedTokens.token_ids`, flattened, and the drafts of the
@@ -66,6 +68,7 @@ class CarriedPlan:
         acceptance: where it is synthetic.
     """
 
+    rows: CarriedRows
     taken: torch.Tensor | None
     num_newest: int
     left: torch.Tensor
@@ -187,7 +190,7 @@ class CarriedRows:
         indices = self._indices
         left = staging.put(indices.left)
         if not len(ahead):
-            return CarriedPlan(None, 0, left)
+            return CarriedPlan(self, None, 0, left)
         taken, acceptance = staging.put(indices.taken), None
         known = self._known(sequences)
         if plan.synthetic is not None:
@@ -196,7 +199,7 @@ class CarriedRows:
             parts = ahead, starts[ahead], np.stack(counts)
             acceptance = CarriedAcceptance(*(staging.put(part) for part in parts))
         known_dev = None if known is None else staging.put(known)
-        return CarriedPlan(taken, len(ahead), left, known_dev, acceptance)
+        return CarriedPlan(self, taken, len(ahead), left, known_dev, acceptance)
 
     def _known(self, sequences: Sequence[ScheduledSequence]) -> np.ndarray | None:
         """Where the host's own drafts belong, and these, as in a `CarriedPlan`."""
@@ -244,11 +247,14 @@ class CarriedRows:
         plan: CarriedPlan,
         verified: Verified,
         model_input: ModelInput,
-        drafts: torch.Tensor | None,
+        proposed: Proposal | None,
     ) -> None:
-        """Leave a step's tokens and drafts for the next one."""
+        """Leave a step's tokens and drafts for the next one, which may be launched before they are
+        read.
+        """
         if not plan.left.shape[1]:
             return
+        drafts = None if proposed is None else proposed.token_ids
         if drafts is not None and drafts.shape[1]:
             # Ranks agree on tokens, but each has made drafts by itself.
             drafts = self._group.broadcast(drafts.contiguous())

@@ -21,7 +21,12 @@ from atom.model_engine.step.carried_rows import CarriedPlan, CarriedRows
 from atom.model_engine.step.input_buffers import BatchShape, GraphInput, InputBuffers, TakeOp
 from atom.model_engine.step.step_images import StepImages
 from atom.model_engine.step.step_layout import StepLayout, StepLayoutCache, layout_of
-from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES, AttentionMetadata, ModelInput
+from atom.model_ops.attention.metadata import (
+    MAX_DECODE_QUERIES,
+    AttentionMetadata,
+    ImageRows,
+    ModelInput,
+)
 from atom.model_ops.kernels.torch.gather import take_inputs
 from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler
@@ -192,79 +197,76 @@ class InputBuilder:
         images = None if self.images is None else self.images.rows(sequences)
         layout = layout_of(sequences)
         kept = self._kept.find(layout) if images is None else None
-        if kept is not None and (step := self._repeat(kept, sequences)) is not None:
-            return step
-        fit = self._fit if images is None else _fits_no_graph
+        step = None if kept is None else self._repeat(kept, sequences)
+        return self._lay_out(batch, layout, images) if step is None else step
+
+    def _lay_out(
+        self, batch: ScheduledBatch, layout: Hashable | None, images: ImageRows | None
+    ) -> StepInput:
+        """A step that is laid out anew, and kept for others of the same `layout` if there may be
+        any.
+        """
+        sequences = batch.sequences
+        fit = self._fit if images is None else runs_op_by_op
         shape = BatchShape(sequences, fit, self._ragged_len)
-        graph = shape.graph
-        self.staging.restart()
-        size, tokens = shape.num_sequences, shape.num_rows
-        if graph is not None:
-            size, tokens = graph.batch_size, graph.num_rows
-        captured = graph is not None
-        buffers = InputBuffers(self.staging, tokens, size, drafts=self._drafts, captured=captured)
-        if graph is not None:
-            buffers.pad(graph.query_len, shape.token_rows, self._padding_row)
+        buffers = self._reserve(shape)
         self._tables.grow(sequences)
         self._fill(buffers, sequences, shape)
-        input_ids = buffers.input_ids[: shape.num_rows]
         next_token_ids = self._put_shifted_input_ids(buffers, sequences, shape)
-        sample = self._sampler.lay_out(
-            batch,
-            shape.rows,
-            input_ids,
-            buffers.positions[: shape.num_rows],
-            shape.ends,
-            self.staging,
-        )
-        indices = sample.layout.indices
-        sampled, is_sampled = None, next_token_ids is not None and sample.rows is not None
-        draft_sampling_rows = buffers.rows_dev[: shape.num_sequences] if is_sampled else None
-        if len(indices) != len(sequences):
-            sampled = self.staging.put(np.array(indices, dtype=np.int64))
-            draft_sampling_rows = self.staging.put(shape.rows[indices]) if is_sampled else None
+        token_ids, positions = buffers.input_ids, buffers.positions
+        rows = shape.rows, token_ids[: shape.num_rows], positions[: shape.num_rows]
+        sample = self._sampler.lay_out(batch, *rows, shape.ends, self.staging)
+        sampled, draft_sampling_rows = self._put_sampled(buffers, shape, sample)
         is_replayable = (
             sampled is None
+            and images is None
             and not batch.new
             and shape.longest_query <= MAX_DECODE_QUERIES
-            and images is None
         )
         samples_on_device = is_replayable and sample.samples_on_device
-        rest = (graph, sample, next_token_ids)
-        keeps = samples_on_device or (
-            is_replayable and self._step_tables is not None and not sample.prompts
-        )
-        words = self.staging.words() if layout is not None and keeps else None
+        may_repeat = layout is not None and is_replayable and not sample.prompts
+        words = None
+        if may_repeat and (samples_on_device or self._step_tables is not None):
+            words = self.staging.words()
         # Last, since their number changes between steps that are otherwise the same.
         carried = self._send(sequences, sample, shape.lens)
-        model_input = self._model_input(buffers, sequences, shape, graph)
-        if images is not None:
-            model_input = replace(model_input, images=images)
-        if self._selects_rows and graph is None and not is_replayable and not sample.prompts:
-            model_input = replace(model_input, output_rows=sample.logits_indices)
-        self._take_carried(carried, model_input, sample, next_token_ids)
+        output_rows = None
+        if self._selects_rows and not (shape.graph or is_replayable or sample.prompts):
+            output_rows = sample.logits_indices
+        step = StepInput(
+            self._model_input(buffers, sequences, shape, images, output_rows),
+            shape.graph,
+            sample,
+            next_token_ids,
+            sampled,
+            draft_sampling_rows,
+            is_decode=layout is not None,
+            is_replayable=is_replayable,
+            samples_on_device=samples_on_device,
+            carried=carried,
+        )
+        if carried is not None:
+            self._take_carried(step, carried)
         if words is not None:
-            first = (sequences, model_input, graph, sample, next_token_ids)
-            where = (buffers.rows_dev, draft_sampling_rows, shape.token_rows)
-            own = StepLayout.of(*first, *where, self.staging, words)
-            self._kept.add(layout, own)
-        is_decode = layout is not None
-        how = is_decode, is_replayable, samples_on_device
-        return StepInput(model_input, *rest, sampled, draft_sampling_rows, *how, carried)
+            rows_dev = buffers.rows_dev
+            kept = StepLayout.of(sequences, step, rows_dev, shape.token_rows, self.staging, words)
+            self._kept.add(layout, kept)
+        return step
 
     def _repeat(self, kept: StepLayout, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
         """A step of a known layout; None if it needs another graph, or the host has no say in it
         any more.
         """
-        attention = kept.model_input.attention
+        laid_out = kept.step
+        attention = laid_out.model_input.attention
         starts = [s.start for s in sequences]
         longest_query = max(len(s.token_ids) for s in sequences)
-        if self._fit(len(sequences), longest_query, max(starts)) != kept.graph:
+        if self._fit(len(sequences), longest_query, max(starts)) != laid_out.graph:
             return None
         context_lens = tuple(map(add, starts, attention.query_lens_cpu))
         self.staging.repeat(kept.words)
-        sample = kept.sample
-        if not kept.samples_on_device:
+        sample = laid_out.sample
+        if not laid_out.samples_on_device:
             now = self._sampler.lay_out_again(sample, sequences, self.staging)
             if now is None:
                 return None
@@ -272,10 +274,10 @@ class InputBuilder:
         self._tables.grow(sequences)
         kept.fill(sequences, context_lens, self._tables, self._block_size)
         carried = self._send(sequences, sample, attention.query_lens_cpu)
-        tables = self._select_tables(sequences, kept.rows_dev, kept.graph)
+        tables = self._select_tables(sequences, kept.rows_dev, laid_out.graph)
         if self._step_tables is not None and carried is None:
-            step = self._kept_input(kept, tables)
-            return step if kept.samples_on_device else replace(step, sample=sample)
+            step = kept.of_tables(tables, tables.shape[1] * self._block_size)
+            return step if laid_out.samples_on_device else replace(step, sample=sample)
         attention = replace(
             attention,
             block_tables=tables,
@@ -283,22 +285,15 @@ class InputBuilder:
             context_lens_cpu=_known(sequences, context_lens),
             most_context_cpu=context_lens,
         )
-        step = _input_of(kept, attention, carried)
-        self._take_carried(carried, step.model_input, sample, kept.next_token_ids)
-        return step if kept.samples_on_device else replace(step, sample=sample)
-
-    def _kept_input(self, kept: StepLayout, tables: torch.Tensor) -> StepInput:
-        """The same for all steps with these tables: the lengths of contexts are bounded by them."""
-        step = kept.step
-        if step is None or step.model_input.attention.block_tables is not tables:
-            attention = replace(
-                kept.model_input.attention,
-                block_tables=tables,
-                max_context_len=tables.shape[1] * self._block_size,
-                context_lens_cpu=None,
-                most_context_cpu=None,
-            )
-            step = kept.step = _input_of(kept, attention, None)
+        step = replace(
+            laid_out,
+            model_input=replace(laid_out.model_input, attention=attention),
+            sample=sample,
+            carried=carried,
+            recordings={},
+        )
+        if carried is not None:
+            self._take_carried(step, carried)
         return step
 
     def _send(
@@ -312,16 +307,31 @@ class InputBuilder:
         self._tables.update()
         return carried
 
-    def _take_carried(
-        self,
-        plan: CarriedPlan | None,
-        model_input: ModelInput,
-        sample: SamplePlan,
-        next_token_ids: torch.Tensor | None,
-    ) -> None:
-        if self._carried is not None and plan is not None:
-            given = (model_input, sample, next_token_ids, self._tables, self._block_size)
-            self._carried.take(plan, *given)
+    def _take_carried(self, step: StepInput, carried: CarriedPlan) -> None:
+        rows = step.model_input, step.sample, step.next_token_ids
+        carried.rows.take(carried, *rows, self._tables, self._block_size)
+
+    def _reserve(self, shape: BatchShape) -> InputBuffers:
+        """Where the step's inputs go, from the start of the staging buffer on."""
+        self.staging.restart()
+        graph, drafts = shape.graph, self._drafts
+        if graph is None:
+            rows, size = shape.num_rows, shape.num_sequences
+            return InputBuffers(self.staging, rows, size, drafts=drafts, captured=False)
+        rows, size = graph.num_rows, graph.batch_size
+        buffers = InputBuffers(self.staging, rows, size, drafts=drafts, captured=True)
+        buffers.pad(graph.query_len, shape.token_rows, self._padding_row)
+        return buffers
+
+    def _put_sampled(
+        self, buffers: InputBuffers, shape: BatchShape, sample: SamplePlan
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """`sampled` and `draft_sampling_rows` of a `StepInput`."""
+        indices, is_sampled = sample.layout.indices, self._drafts and sample.rows is not None
+        if len(indices) == shape.num_sequences:
+            return None, buffers.rows_dev[: shape.num_sequences] if is_sampled else None
+        sampled = self.staging.put(np.array(indices, dtype=np.int64))
+        return sampled, self.staging.put(shape.rows[indices]) if is_sampled else None
 
     def _fill(
         self, buffers: InputBuffers, sequences: Sequence[ScheduledSequence], shape: BatchShape
@@ -372,9 +382,10 @@ class InputBuilder:
         buffers: InputBuffers,
         sequences: Sequence[ScheduledSequence],
         shape: BatchShape,
-        graph: GraphKey | None,
+        images: ImageRows | None,
+        output_rows: torch.Tensor | None,
     ) -> ModelInput:
-        count, tokens = shape.num_sequences, shape.num_rows
+        count, tokens, graph = shape.num_sequences, shape.num_rows, shape.graph
         return ModelInput(
             buffers.input_ids_dev[:tokens],
             buffers.positions_dev[:tokens],
@@ -394,25 +405,13 @@ class InputBuilder:
                 ),
                 state_rows=buffers.state_rows_dev[:count],
             ),
+            output_rows,
+            images,
         )
 
 
-def _input_of(
-    kept: StepLayout, attention: AttentionMetadata, carried: CarriedPlan | None
-) -> StepInput:
-    return StepInput(
-        replace(kept.model_input, attention=attention),
-        *(kept.graph, kept.sample, kept.next_token_ids),
-        sampled=None,
-        draft_sampling_rows=kept.draft_sampling_rows,
-        is_decode=True,
-        is_replayable=True,
-        samples_on_device=kept.samples_on_device,
-        carried=carried,
-    )
-
-
-def _fits_no_graph(*_: int) -> GraphKey | None:
+def runs_op_by_op(*_: int) -> GraphKey | None:
+    """The `FitOp` of engines without graphs."""
     return None
 
 

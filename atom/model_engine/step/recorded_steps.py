@@ -23,7 +23,6 @@ from atom.model_engine.step.input_builder import StepInput
 from atom.model_engine.step.step_runner import ComputedStep, StepRunner, TargetStep
 from atom.model_ops.attention.metadata import ModelOutput, SamplingMetadata
 from atom.model_ops.kernels.native.bindings import between_kernels
-from atom.sampling.decode_rows import kind_of
 from atom.sampling.sampler import Sampler, Verified
 from atom.spec_decode.proposers.base import Guide, Proposal, Proposer, VerifiedStep
 
@@ -214,7 +213,7 @@ class RecordedSteps(StepRunner):
         plan, is_sampled = step.sample, step.draft_sampling_rows is not None
         return Recordable(
             "a step up to its logits",
-            (kind_of(plan.needs) if is_sampled else None, step.model_input.attention.max_seqlen_q),
+            (plan.filters if is_sampled else None, step.model_input.attention.max_seqlen_q),
             (*_inputs(step), plan.logits_indices),
             lambda: self._compute_layers(_with_unknown_lengths(step)),
             lambda layers: layers.kept,

@@ -7,18 +7,15 @@ positions and places in the KV cache differ then; all else is as it was laid out
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from atom.batch import ScheduledSequence
-from atom.graphs.runner import GraphKey
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
-from atom.model_ops.attention.metadata import ModelInput
-from atom.sampling.plan import SamplePlan
 
 if TYPE_CHECKING:
     from atom.model_engine.step.input_builder import StepInput
@@ -42,7 +39,8 @@ class StepLayout:
     samples are written behind all rows.
 
     Attributes:
-        model_input, graph, sample, next_token_ids, draft_sampling_rows: of its `StepInput`.
+        step: as it was laid out. Where the host has a say in tokens, its `sample` is laid out again
+            in each step.
         rows_dev: the B sequences' rows on the device, padded for a graph.
         words: what the host memory held, without new block ids.
         owners: [N], which of the B sequences a token belongs to.
@@ -53,16 +51,11 @@ class StepLayout:
             context lengths and block counts [B].
         drafts, sampled_positions, accepted: likewise [S * k], [N] and [S], if the step has them.
         later, draft_places: which of the N tokens are drafts, and their places in `drafts`.
-        samples_on_device: as in `StepInput`. Else `sample` is laid out again in each step.
-        step: the last step, where nothing of it differs but what lies in the buffer.
+        repeated: the last step, where nothing of it differs but what lies in the buffer.
     """
 
-    model_input: ModelInput
-    graph: GraphKey | None
-    sample: SamplePlan
-    next_token_ids: torch.Tensor | None
+    step: StepInput
     rows_dev: torch.Tensor
-    draft_sampling_rows: torch.Tensor | None
     words: np.ndarray
     owners: np.ndarray
     rows: np.ndarray
@@ -74,24 +67,20 @@ class StepLayout:
     accepted: np.ndarray | None
     later: np.ndarray
     draft_places: np.ndarray
-    samples_on_device: bool
-    step: StepInput | None = None
+    repeated: StepInput | None = None
 
     @classmethod
     def of(
         cls,
         sequences: Sequence[ScheduledSequence],
-        model_input: ModelInput,
-        graph: GraphKey | None,
-        sample: SamplePlan,
-        next_token_ids: torch.Tensor | None,
+        step: StepInput,
         rows_dev: torch.Tensor,
-        draft_sampling_rows: torch.Tensor | None,
         where: np.ndarray,
         staging: StagingBuffer,
         words: np.ndarray,
     ) -> StepLayout | None:
         """None when the staging buffer was full."""
+        model_input, sample = step.model_input, step.sample
         attention = model_input.attention
         tensors = (
             *(model_input.input_ids, model_input.positions, attention.slot_mapping),
@@ -111,23 +100,35 @@ class StepLayout:
         offsets = np.concatenate([np.arange(n) for n in lens])
         later = np.flatnonzero(offsets)
         return cls(
-            model_input,
-            graph,
-            sample,
-            next_token_ids,
+            step,
             rows_dev,
-            draft_sampling_rows,
             words.copy(),
             owners,
             np.repeat([s.row for s in sequences], lens),
             offsets,
-            where if graph is not None else slice(None),
+            slice(None) if step.graph is None else where,
             tuple(known),
             *(others[0], others[1], others[2]),
             later,
             owners[later] * sample.layout.most + offsets[later] - 1,
-            sample.samples_on_device,
         )
+
+    def of_tables(self, block_tables: torch.Tensor, max_context_len: int) -> StepInput:
+        """The same step for all with these tables: the lengths of contexts are bounded by them."""
+        step = self.repeated
+        if step is None or step.model_input.attention.block_tables is not block_tables:
+            model_input = self.step.model_input
+            attention = replace(
+                model_input.attention,
+                block_tables=block_tables,
+                max_context_len=max_context_len,
+                context_lens_cpu=None,
+                most_context_cpu=None,
+            )
+            model_input = replace(model_input, attention=attention)
+            step = replace(self.step, model_input=model_input, carried=None, recordings={})
+            self.repeated = step
+        return step
 
     def fill(
         self,
@@ -149,8 +150,8 @@ class StepLayout:
         if self.sampled_positions is not None:
             np.add(positions, 1, out=self.sampled_positions)
         if self.accepted is not None:
-            assert self.sample.synthetic is not None
-            self.accepted[:] = self.sample.synthetic.at(starts)
+            assert self.step.sample.synthetic is not None
+            self.accepted[:] = self.step.sample.synthetic.at(starts)
         if self.drafts is not None:
             # What pads them stays.
             self.drafts[self.draft_places] = tokens[self.later]

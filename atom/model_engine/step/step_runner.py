@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from atom.batch import ScheduledSequence, StepParts
-from atom.graphs.runner import ForwardOp, GraphKey
+from atom.graphs.runner import ForwardOp
 from atom.graphs.staging import Arriving, send_to_host
 from atom.kv_cache.memory import PeakOf, peak_bytes
 from atom.model_engine.step.input_builder import StepInput
@@ -174,8 +174,3 @@ class StepRunner:
         if guide is not None:
             view = replace(view, guide=guide)
         return self._proposer.propose(view, num_drafts), False
-
-
-def runs_op_by_op(*_: int) -> GraphKey | None:
-    """The `FitOp` of engines without graphs."""
-    return None
