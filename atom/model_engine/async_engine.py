@@ -251,16 +251,9 @@ class AsyncEngine:
         """
         self._check_open()
         prepared = PreparedParams.of(params)
-        if prepared.params.logits_processors:
-            raise RequestRefusedError(
-                "logits_processors are functions of another process; only LLM takes them",
-                "logits_processors",
-            )
-        check_request(prompt_token_ids, prepared.params, self.limits)
         check_text(request_id, "request_id")
         check_text(cache_salt, "cache_salt")
-        if deadline is not None and time.monotonic() >= deadline:
-            raise RequestTimeoutError(_TOO_LATE)
+        self._check(prompt_token_ids, prepared.params, deadline)
         num_prompt, n = len(prompt_token_ids), prepared.params.n
         with self._admission.admit(caller.key, n, num_prompt, self._num_waiting) as ticket:
             sequences = self._processor.add_request(
@@ -289,6 +282,19 @@ class AsyncEngine:
                 del self._live[request_id]
                 self._abort(live, self._processor.abort(request_id))
                 self._leave(live)
+
+    def _check(
+        self, prompt_token_ids: list[int], params: SamplingParams, deadline: float | None
+    ) -> None:
+        """Refuse what can never run as given, or is too late."""
+        if params.logits_processors:
+            raise RequestRefusedError(
+                "logits_processors are functions of another process; only LLM takes them",
+                "logits_processors",
+            )
+        check_request(prompt_token_ids, params, self.limits)
+        if deadline is not None and time.monotonic() >= deadline:
+            raise RequestTimeoutError(_TOO_LATE)
 
     async def wait_dead(self) -> str:
         """Wait until no engine is left, and none will be; returns the reason."""

@@ -26,6 +26,12 @@ NO_DRAFT = -2
 class RowLayout:
     """The R rows of logits of the S sampled sequences; on the host.
 
+    A batch of a chunk of a prompt, p0 p1, a sequence with two drafts, a b0 b1, and one without, c,
+    has rows [p0, p1, a, b0, b1, c] in the forward pass, whose sequences end at [2, 5, 6]. Then
+    `indices` is [1, 2], `num_drafts` [2, 0], `logits_indices` [2, 3, 4, 5] (a, b0, b1, c), `owners`
+    [0, 0, 0, 1], `first` [0, 3] and `most` 2; `table` is [[0, 1, 2], [3, 3, 3]] and `drafts` are
+    [[b0, b1], [NO_DRAFT, NO_DRAFT]].
+
     Attributes:
         indices: [S], batch index of each sampled sequence.
         num_drafts: [S].

@@ -80,6 +80,13 @@ class CarriedPlan:
 class _CarriedIndices:
     """Where tokens are taken and left, on the host: the same in each step of the same layout.
 
+    Two sequences of rows 7 and 4 are sampled, and the second one is ahead with drafts d0 d1: the
+    forward pass is [a, b, d0, d1], and `left` is [[7, 4], [0, 1]]: each row's newest token is
+    that of its first row of the forward pass, and what was accepted behind it. `taken` has a column
+    for b, d0 and d1: rows [4, 4, 4] in what was left, places [0, 1, 2] there, rows [1, 2, 3] of the
+    forward pass and [1, 2, 3] of the logits, then batch index 1 for b and places [2, 3] in
+    `SamplePlan.drafts` (of 2 for each sequence) for its drafts, and 3 queries for each.
+
     Attributes:
         layout, ahead: what it is made of.
         taken, left: as the ops have them.

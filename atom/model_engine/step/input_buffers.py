@@ -25,7 +25,11 @@ TakeOp = Callable[
 class BatchShape:
     """Which rows of a step the tokens of a batch get.
 
-    In a graph all sequences have as many rows: those behind a sequence's tokens are padding.
+    In a graph all sequences have as many rows: those behind a sequence's tokens are padding. Of
+    sequences in rows 5 and 2 with tokens a (at position 9) and b0 b1 (at 3 and 4), op by op
+    `token_rows` is [0, 1, 2] and `ends` [1, 3]; in a graph for queries of 2 the rows are
+    [a, -, b0, b1], `token_rows` [0, 2, 3] and `ends` [1, 4]. `positions` is [9, 3, 4] and `owners`
+    [5, 2, 2] in both.
 
     Attributes:
         graph: the graph to replay, or None.

@@ -368,6 +368,10 @@ class InputBuilder:
     def _put_shifted_input_ids(
         self, buffers: InputBuffers, sequences: Sequence[ScheduledSequence], shape: BatchShape
     ) -> torch.Tensor | None:
+        """The token after each row, which a draft that reads hidden states takes beside it: for
+        rows [p0, p1, a, b0, c], where p2 is the next token of the prompt and b0 a draft,
+        [p1, p2, -, -, -]. What is sampled behind a, b0 and c is written once it is known.
+        """
         if not self._drafts:
             return None
         after = np.roll(buffers.input_ids[: shape.num_rows], -1)
