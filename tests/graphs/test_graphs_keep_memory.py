@@ -148,7 +148,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "draft model": ("deepseek_v3", "model", {}),
 }
 # Each of them is a part of others: of those with options, and of a block with a chain.
-PARTS = ("eagle3", "block")
+PARTS = ("no drafts", "eagle3", "block")
 
 
 class Bench:

@@ -79,8 +79,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi int4 eager": ("sm90", {"target": KIMI, "engine": EAGER | {"quantization": "int4"}}),
 }
 
+# Each of them launches what others do.
+PARTS = ("llama", "llama eager", "kimi int4 eager")
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in PARTS else ()) for name in CASES],
+)
 def test_nothing_is_compiled_while_serving(name: str) -> None:
     arch, options = CASES[name]
     program = Path(__file__).with_name("launch_worker.py")

@@ -26,13 +26,15 @@ def assert_sources_parse(compiler: str, arch: str) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of x86-64")
-@pytest.mark.parametrize("arch", ["haswell", "cascadelake"])
+@pytest.mark.parametrize("arch", ["haswell", pytest.param("cascadelake", marks=pytest.mark.slow)])
 def test_sources_are_right_for_older_processors(arch: str) -> None:
     """AVX2 alone, and AVX-512 without products of bfloat16."""
     assert_sources_parse("c++", arch)
 
 
-@pytest.mark.parametrize("arch", ["armv8-a", "armv8.2-a+dotprod"])
+@pytest.mark.parametrize(
+    "arch", [pytest.param("armv8-a", marks=pytest.mark.slow), "armv8.2-a+dotprod"]
+)
 def test_sources_are_right_for_arm(arch: str) -> None:
     """Without and with products of bytes."""
     assert_sources_parse("aarch64-linux-gnu-g++", arch)

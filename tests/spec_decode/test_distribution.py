@@ -79,7 +79,8 @@ class MarginalProposer(NullProposer):
         return Proposal(torch.stack(drafts, dim=1))
 
 
-@pytest.mark.parametrize("drafts", ["coupled", pytest.param("guess", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", ["coupled", "guess"])
 def test_chi_square(
     drafts: str,
     tmp_path: Path,
