@@ -138,9 +138,8 @@ def _create_images(rank: Rank, parts: RankParts) -> StepImages | None:
     if encoder is None:
         return None
     num_bytes = rank.config.cache.mm_cache_memory
-    return StepImages(
-        EncoderCache(encoder, num_bytes, context.dtype, context.device), context.device
-    )
+    cache = EncoderCache(encoder, num_bytes, context.dtype, context.device)
+    return StepImages(cache, context.device, parts.proposer.reads_images)
 
 
 def _create_steps(

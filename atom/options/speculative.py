@@ -114,6 +114,12 @@ class SpeculativeOptions(Options):
         name="draft_quantization",
         choices=QUANTIZATIONS,
     )
+    image_embeddings: bool = option(
+        False,
+        "an Eagle3 draft's rows of images read their embeddings, as the target's do, not that of "
+        "the placeholder: for drafts that were trained so",
+        name="draft_image_embeddings",
+    )
     synthetic_acceptance_length: float | None = option(
         None,
         "for benchmarks: accept drafts at random, so that a step brings this many tokens, from 1 "
@@ -159,6 +165,11 @@ class SpeculativeOptions(Options):
             raise ConfigError(
                 f"method {self.method} takes no draft model, so draft_quantization would have no "
                 f"effect"
+            )
+        if self.image_embeddings and self.method != "eagle3":
+            raise ConfigError(
+                f"draft_image_embeddings is for drafts of method eagle3; with {self.method} it "
+                f"would have no effect"
             )
         if method.is_lookup and self.draft_tensor_parallel_size is not None:
             raise ConfigError(

@@ -34,8 +34,8 @@ export interface Chunk {
 export interface Model {
   id: string;
   max_model_len: number;
-  /** What prompts may hold: text, and images where the model sees. */
-  input_modalities: string[];
+  /** What prompts may hold: text, and images where the model sees; other servers do not say it. */
+  input_modalities?: string[];
   /** How drafts are made; null when the server makes none. */
   speculation: { method: string; num_speculative_tokens: number; lookup: boolean } | null;
 }

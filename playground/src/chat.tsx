@@ -33,7 +33,7 @@ export function Chat(props: ChatProps) {
   const turns = conversation.turns;
   const { box, toEnd } = useFollow<HTMLDivElement>(turns.length > 0);
   const busy = stop.current !== null;
-  const sees = props.model?.input_modalities.includes("image") ?? false;
+  const sees = props.model?.input_modalities?.includes("image") ?? false;
   // A phone would cover the page with its keyboard.
   const toField = () => matchMedia("(pointer: fine)").matches && field.current?.focus();
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
 
 from atom.entrypoints.chat.prompt import Prompt
@@ -23,6 +26,10 @@ INVALID_IMAGE = "invalid_image"
 DECODED_AT_ONCE = 2
 # Requests whose images are read at a time; most of them wait for what they fetch.
 IMAGE_THREADS = 16
+# Images that are read at a time, of all requests; most of these wait for what they fetch, too.
+READ_THREADS = 16
+# Of one request: how many are read beside the one that is waited for.
+READ_AHEAD = 3
 # Of one request, for all of its images.
 READ_SECONDS = 60.0
 
@@ -47,6 +54,9 @@ class ImageReader:
     max_model_len: int
     _decoding: threading.Semaphore = field(
         default_factory=lambda: threading.BoundedSemaphore(DECODED_AT_ONCE)
+    )
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(READ_THREADS, thread_name_prefix="image")
     )
 
     def read(self, prompt: Prompt, urls: Sequence[str], param: str) -> Prompt:
@@ -74,28 +84,37 @@ class ImageReader:
         return replace(prompt, token_ids=token_ids, images=inputs)
 
     def _items(self, urls: Sequence[str], param: str, num_tokens: int) -> list[ImageItem]:
+        """Equal URLs are read once, others side by side."""
         deadline = time.monotonic() + READ_SECONDS
-        known: dict[str, ImageItem] = {}
+        waiting = deque(dict.fromkeys(urls))
+        begun: dict[str, Future[ImageItem]] = {}
+        taken: set[str] = set()
         items: list[ImageItem] = []
-        for number, url in enumerate(urls, start=1):
-            if time.monotonic() > deadline:
-                raise bad_request(
-                    f"{param}: reading {number - 1} of {len(urls)} images took longer than "
-                    f"{READ_SECONDS:g} s; send fewer or smaller ones",
-                    param,
-                    INVALID_IMAGE,
-                )
-            if url not in known:
+        try:
+            for number, url in enumerate(urls, start=1):
+                taken.add(url)
+                while waiting and len(begun) < len(taken) + READ_AHEAD:
+                    following = waiting.popleft()
+                    begun[following] = self._threads.submit(self._item, following)
                 try:
-                    known[url] = self._item(url)
+                    items.append(begun[url].result(max(0.0, deadline - time.monotonic())))
                 except MediaError as error:
                     said = excerpt(f"{param}: image {number}: {error}", MAX_MESSAGE)
                     raise bad_request(said, param, INVALID_IMAGE) from None
-            items.append(known[url])
-            num_tokens += len(known[url].token_ids)
-            if num_tokens > self.max_model_len:
-                exceeded = ContextLengthError(num_tokens, self.max_model_len, is_at_least=True)
-                raise ContextExceededError(exceeded, param)
+                except FutureTimeoutError:
+                    raise bad_request(
+                        f"{param}: reading {number - 1} of {len(urls)} images took longer than "
+                        f"{READ_SECONDS:g} s; send fewer or smaller ones",
+                        param,
+                        INVALID_IMAGE,
+                    ) from None
+                num_tokens += len(items[-1].token_ids)
+                if num_tokens > self.max_model_len:
+                    exceeded = ContextLengthError(num_tokens, self.max_model_len, is_at_least=True)
+                    raise ContextExceededError(exceeded, param)
+        finally:
+            for future in begun.values():
+                future.cancel()
         return items
 
     def _item(self, url: str) -> ImageItem:

@@ -19,12 +19,11 @@ from atom.kv_cache.block_tables import BlockTables, StepTables
 from atom.kv_cache.windows import WindowedBlockTables, WindowMap
 from atom.model_engine.step.carried_rows import CarriedPlan, CarriedRows
 from atom.model_engine.step.input_buffers import BatchShape, GraphInput, InputBuffers, TakeOp
-from atom.model_engine.step.step_images import StepImages
+from atom.model_engine.step.step_images import RowsOfImages, StepImages
 from atom.model_engine.step.step_layout import StepLayout, StepLayoutCache, layout_of
 from atom.model_ops.attention.metadata import (
     MAX_DECODE_QUERIES,
     AttentionMetadata,
-    ImageRows,
     ModelInput,
 )
 from atom.model_ops.kernels.torch.gather import take_inputs
@@ -201,7 +200,7 @@ class InputBuilder:
         return self._lay_out(batch, layout, images) if step is None else step
 
     def _lay_out(
-        self, batch: ScheduledBatch, layout: Hashable | None, images: ImageRows | None
+        self, batch: ScheduledBatch, layout: Hashable | None, images: RowsOfImages | None
     ) -> StepInput:
         """A step that is laid out anew, and kept for others of the same `layout` if there may be
         any.
@@ -386,7 +385,7 @@ class InputBuilder:
         buffers: InputBuffers,
         sequences: Sequence[ScheduledSequence],
         shape: BatchShape,
-        images: ImageRows | None,
+        images: RowsOfImages | None,
         output_rows: torch.Tensor | None,
     ) -> ModelInput:
         count, tokens, graph = shape.num_sequences, shape.num_rows, shape.graph
@@ -410,7 +409,7 @@ class InputBuilder:
                 state_rows=buffers.state_rows_dev[:count],
             ),
             output_rows,
-            images,
+            *(images or (None, None)),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -11,6 +11,8 @@ from atom.messages import ImageInput
 from atom.model_engine.step.encoder_cache import EncoderCache
 from atom.model_ops.attention.metadata import ImageRows
 
+# Of a step's tokens, and of its next tokens.
+RowsOfImages = tuple[ImageRows | None, ImageRows | None]
 # (first row of a step, first row of the image, number)
 _Piece = tuple[int, int, int]
 
@@ -20,11 +22,15 @@ class StepImages:
 
     An image is encoded as a whole when a step computes any of its positions, and each step takes
     the rows that it needs: prompts may be cut anywhere.
+
+    Args:
+        reads_next: whether a proposer reads the embeddings of next tokens.
     """
 
-    def __init__(self, cache: EncoderCache, device: torch.device) -> None:
+    def __init__(self, cache: EncoderCache, device: torch.device, reads_next: bool = False) -> None:
         self._cache = cache
         self._device = device
+        self._reads_next = reads_next
         self._images: dict[int, tuple[ImageInput, ...]] = {}
         # Of those rows' images, which were asked for since their sequence started.
         self._asked: dict[int, set[bytes]] = {}
@@ -39,24 +45,33 @@ class StepImages:
                 self._images[new.row] = new.images
                 self._asked[new.row] = set()
 
-    def rows(self, sequences: Sequence[ScheduledSequence]) -> ImageRows | None:
-        """What fills the step's rows that stand for images; None if there are none."""
+    def rows(self, sequences: Sequence[ScheduledSequence]) -> RowsOfImages | None:
+        """What fills the step's rows that stand for images, and those whose next token does, where
+        it is read; None if there are neither.
+        """
         if not self._images:
             return None
+        own = self._rows(sequences, 0)
+        following = self._rows(sequences, 1) if self._reads_next else None
+        return None if own is None and following is None else (own, following)
+
+    def _rows(self, sequences: Sequence[ScheduledSequence], ahead: int) -> ImageRows | None:
+        """Where the tokens so far ahead of the step's rows are those of images."""
         places: list[int] = []
         parts: list[torch.Tensor] = []
         first = 0
         for sequence in sequences:
             for image in self._images.get(sequence.row, ()):
-                pieces = list(_pieces(image, sequence.start, sequence.context_len, first))
+                start, stop = sequence.start + ahead, sequence.context_len + ahead
+                pieces = list(_pieces(image, start, stop, first))
                 if not pieces:
                     continue
                 asked = self._asked[sequence.row]
                 rows = self._cache.rows(image, counts=image.digest not in asked)
                 asked.add(image.digest)
-                for place, start, count in pieces:
+                for place, begin, count in pieces:
                     places += range(place, place + count)
-                    parts.append(rows[start : start + count])
+                    parts.append(rows[begin : begin + count])
             first += len(sequence.token_ids)
         if not places:
             return None
@@ -65,6 +80,27 @@ class StepImages:
     def take_counts(self) -> EncoderCounts:
         """As `EncoderCache.take_counts`."""
         return self._cache.take_counts()
+
+
+class FullStepImages(StepImages):
+    """Images fill every row of every step: the most memory that they take beside the layers.
+
+    Args:
+        like: whose place it takes.
+        embed: token ids [T] -> [T, hidden].
+    """
+
+    def __init__(self, like: StepImages, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(like._cache, like._device, like._reads_next)
+        self._embed = embed
+
+    def rows(self, sequences: Sequence[ScheduledSequence]) -> RowsOfImages | None:
+        count = sum(len(sequence.token_ids) for sequence in sequences)
+        places = torch.arange(count, device=self._device)
+        own = ImageRows(places, self._embed(torch.zeros_like(places)))
+        if not self._reads_next:
+            return own, None
+        return own, ImageRows(places, own.embeddings.clone())
 
 
 def _pieces(image: ImageInput, start: int, stop: int, first: int) -> Iterator[_Piece]:

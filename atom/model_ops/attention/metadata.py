@@ -160,6 +160,8 @@ class ModelInput:
         output_rows: [R] int64, the rows whose hidden states after the final norm are read; a model
             may leave others undefined. None when all are.
         images: rows whose embedding is not that of their token, but an image's; None without any.
+        next_images: rows whose next token is one of an image, for proposers that read these; None
+            without any.
     """
 
     input_ids: torch.Tensor
@@ -167,6 +169,7 @@ class ModelInput:
     attention: AttentionMetadata
     output_rows: torch.Tensor | None = None
     images: ImageRows | None = None
+    next_images: ImageRows | None = None
 
 
 @dataclass(frozen=True)

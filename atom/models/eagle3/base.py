@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from atom.model_ops.attention.metadata import AttentionMetadata
+from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
@@ -175,6 +175,7 @@ class Eagle3Draft(SharingDraft):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        images: ImageRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One causal pass, which writes the draft's KV.
 
@@ -182,16 +183,22 @@ class Eagle3Draft(SharingDraft):
             input_ids: [T], the token after each row's position.
             hidden: [T, hidden], from `fuse`, or the previous step.
             positions: [T], of the hidden states.
+            images: rows whose `input_ids` are those of images, for a draft that reads these.
 
         Returns:
             What the head reads, and what the next draft step does, both [T, hidden].
         """
-        x, residual = self.midlayer(self.embed(input_ids), hidden, positions, metadata)
+        x, residual = self.midlayer(self._embeds(input_ids, images), hidden, positions, metadata)
         for layer in self._deeper:
             x, residual = layer.enter(x, residual)
             x, residual = layer(x, residual, positions, metadata, self.midlayer.rotary)
         normed, total = self.norm.add(x, residual)
         return normed, normed if self.config.norm_output else total
+
+    def _embeds(self, input_ids: torch.Tensor, images: ImageRows | None) -> torch.Tensor:
+        """[T] -> [T, hidden], where rows of images have the target's of these."""
+        embeds = self.embed(input_ids)
+        return embeds if images is None else images.fill(embeds)
 
     def write_kv(
         self,
@@ -199,9 +206,10 @@ class Eagle3Draft(SharingDraft):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        images: ImageRows | None = None,
     ) -> None:
         """Write the KV cache like `forward`; the last layer computes only keys and values."""
-        embeds = self.embed(input_ids)
+        embeds = self._embeds(input_ids, images)
         if not self._deeper:
             self.midlayer.write_kv(embeds, hidden, positions, metadata)
             return

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from atom.model_ops.attention.metadata import AttentionMetadata
+from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
@@ -161,10 +161,11 @@ class MTPLayer(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
         """input_ids [T], hidden [T, hidden] -> [T, hidden], after the norm before the head."""
         (decoder,) = self._decoder
-        x, residual = decoder.enter(self._join(input_ids, hidden), None)
+        x, residual = decoder.enter(self._join(input_ids, hidden, images), None)
         x, residual = decoder(x, residual, positions, metadata, rotary)
         post_norm, _ = self.shared_head.norm.add(x, residual)
         return post_norm
@@ -176,18 +177,24 @@ class MTPLayer(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
+        images: ImageRows | None = None,
     ) -> None:
         """Write the KV cache like `predict`, without computing its output."""
         (decoder,) = self._decoder
-        x, _ = decoder.enter(self._join(input_ids, hidden), None)
+        x, _ = decoder.enter(self._join(input_ids, hidden, images), None)
         attention = decoder.self_attn
         assert isinstance(attention, WritesKV)
         attention.write_kv(x, positions, metadata, rotary)
 
-    def _join(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def _join(
+        self, input_ids: torch.Tensor, hidden: torch.Tensor, images: ImageRows | None
+    ) -> torch.Tensor:
         """[T] and [T, hidden] -> [T, hidden], the decoder layer's input."""
-        embeds = self.enorm(self._embedding[0](input_ids))
-        joined: torch.Tensor = self.eh_proj(torch.cat((embeds, self.hnorm(hidden)), dim=-1))
+        embeds = self._embedding[0](input_ids)
+        if images is not None:
+            embeds = images.fill(embeds)
+        parts = self.enorm(embeds), self.hnorm(hidden)
+        joined: torch.Tensor = self.eh_proj(torch.cat(parts, dim=-1))
         return joined
 
     def compute_logits(self, post_norm: torch.Tensor) -> torch.Tensor:
@@ -260,6 +267,7 @@ class PredictionLayers(nn.Module):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
         """One causal pass, which writes the KV of every layer.
 
@@ -268,12 +276,13 @@ class PredictionLayers(nn.Module):
             input_ids: [T], the token after each row's position.
             hidden: [T, hidden], the target's after its final norm, or the previous step's output.
             positions: [T], of the hidden states.
+            images: rows whose `input_ids` are those of images.
 
         Returns:
             [T, hidden], for `compute_logits` and the next step.
         """
         outputs = [
-            layer.predict(input_ids, hidden, positions, metadata, self._rotary)
+            layer.predict(input_ids, hidden, positions, metadata, self._rotary, images)
             for layer in self._layers.values()
         ]
         return outputs[step % len(outputs)]
@@ -284,10 +293,11 @@ class PredictionLayers(nn.Module):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        images: ImageRows | None = None,
     ) -> None:
         """Write the KV caches like `forward`; no layer depends on another."""
         for layer in self._layers.values():
-            layer.write_kv(input_ids, hidden, positions, metadata, self._rotary)
+            layer.write_kv(input_ids, hidden, positions, metadata, self._rotary, images)
 
     def compute_logits(self, step: int, post_norm: torch.Tensor) -> torch.Tensor:
         """[R, hidden] of draft `step` -> [R, vocab]."""

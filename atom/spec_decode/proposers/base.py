@@ -131,6 +131,7 @@ class Proposer(Protocol):
         reads_steps: whether it reads a `VerifiedStep`; otherwise none is built.
         reads_hidden_states: whether it reads `ModelOutput.hidden_states` of rows that are not
             sampled, too.
+        reads_images: whether it reads `ModelInput.next_images`.
         kv_cache_builders: the proposer's own KV caches, sized together with the target's.
     """
 
@@ -140,6 +141,7 @@ class Proposer(Protocol):
     kv_cache_builders: Sequence[KVCacheBuilder]
     reads_steps: bool
     reads_hidden_states: bool
+    reads_images: bool
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         """`num_drafts` drafts of each sampled sequence. With 0 drafts it only writes its KV.
@@ -157,6 +159,7 @@ class NullProposer:
     kv_cache_builders: Sequence[KVCacheBuilder] = ()
     reads_steps = False
     reads_hidden_states = False
+    reads_images = False
 
     def __init__(self, lookahead: Lookahead = NO_LOOKAHEAD) -> None:
         self.lookahead = lookahead

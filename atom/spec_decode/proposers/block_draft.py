@@ -30,6 +30,7 @@ class BlockDraftModel:
     """
 
     kv_depends_on_successor = False
+    reads_images = False  # its context is the target's hidden states alone
 
     def __init__(self, draft: BlockDraft) -> None:
         config = draft.config

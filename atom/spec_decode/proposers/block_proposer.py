@@ -96,6 +96,7 @@ class BlockModel(Protocol):
         kv_depends_on_successor: as in `Lookahead`.
         num_slots: KV slots that it writes behind the newest token, if they are more than the
             drafts.
+        reads_images: as in `Proposer`.
         mask_token_id: what its rows read where there is no token yet.
         expected_acceptance: what its card says, if it does.
         target_ids: [V_draft] int64, the target's token of each logit; None if these are the same.
@@ -105,6 +106,7 @@ class BlockModel(Protocol):
     aux_layer_ids: tuple[int, ...]
     kv_depends_on_successor: bool
     num_slots: int
+    reads_images: bool
     mask_token_id: int
     expected_acceptance: ExpectedAcceptance | None
     target_ids: torch.Tensor | None
@@ -173,6 +175,7 @@ class BlockProposer:
         )
         self.draft_model: nn.Module | None = model.module
         self.aux_layer_ids = model.aux_layer_ids
+        self.reads_images = model.reads_images
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._model = model
         self._choice = choice or DraftSampler(model.target_ids)

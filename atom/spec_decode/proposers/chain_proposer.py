@@ -11,7 +11,12 @@ from torch import nn
 
 from atom.batch import Lookahead
 from atom.kv_cache.base import KVCacheBuilder
-from atom.model_ops.attention.metadata import AttentionMetadata, ModelOutput, SamplingMetadata
+from atom.model_ops.attention.metadata import (
+    AttentionMetadata,
+    ImageRows,
+    ModelOutput,
+    SamplingMetadata,
+)
 from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.spec_decode.proposers.base import Chosen, Guide, Proposal, VerifiedStep, together
 from atom.spec_decode.proposers.choice import DraftSampler
@@ -215,6 +220,8 @@ class ChainModel(Protocol):
         module: holds the attention layers.
         reads_target: whether it reads the target's hidden states.
         reads_hidden_states: whether these include `ModelOutput.hidden_states`.
+        reads_images: whether its rows whose tokens are those of images read their embeddings, not
+            that of the placeholder; only if it `reads_target`.
         aux_layer_ids: target layers (boundary ids) whose hidden states it reads.
         keeps_pace: whether other ranks may wait for this one's experts: every step then passes all
             its rows, and a chain, whatever they are needed for.
@@ -224,6 +231,7 @@ class ChainModel(Protocol):
 
     reads_target: bool
     reads_hidden_states: bool
+    reads_images: bool
     aux_layer_ids: tuple[int, ...]
     keeps_pace: bool
     expected_acceptance: ExpectedAcceptance | None
@@ -243,6 +251,7 @@ class ChainModel(Protocol):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        images: ImageRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One causal pass over R rows, which writes the draft's KV.
 
@@ -250,6 +259,7 @@ class ChainModel(Protocol):
             index: of the drafts that it makes, from 0.
             token_ids, positions: [R] int64.
             hidden: [R, hidden], of `read_target` or the last pass.
+            images: rows whose tokens have an image's embedding.
 
         Returns:
             States for the output head, and those that the next pass reads, both [R, hidden].
@@ -262,6 +272,7 @@ class ChainModel(Protocol):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        images: ImageRows | None = None,
     ) -> None:
         """Write the KV like `forward`, and nothing else where that is possible."""
         ...
@@ -307,6 +318,7 @@ class ChainProposer:
         self.draft_model: nn.Module | None = model.module
         self.aux_layer_ids = model.aux_layer_ids
         self.reads_hidden_states = model.reads_hidden_states
+        self.reads_images = model.reads_images
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._model = model
         self._choice = choice or DraftSampler(model.target_ids)
@@ -317,19 +329,20 @@ class ChainProposer:
         token_ids = step.next_token_ids if model.reads_target else model_input.input_ids
         hidden = model.read_target(step.model_output)
         positions, metadata = model_input.positions, model_input.attention
+        images = model_input.next_images
         if num_drafts == 0 or not (len(last) or model.keeps_pace):
-            model.write_kv(token_ids, hidden, positions, metadata)
+            model.write_kv(token_ids, hidden, positions, metadata, images)
             return Proposal(step.next_token_ids.new_empty((len(last), num_drafts)))
         newest = positions[last]
         is_prompt = not model.keeps_pace and len(token_ids) > _ROWS_OF_PROMPTS * len(last)
         if not model.reads_target or is_prompt:
-            model.write_kv(token_ids, hidden, positions, metadata)
+            model.write_kv(token_ids, hidden, positions, metadata, images)
             first, newest_hidden = 1, hidden[: len(last)]
             if model.reads_target:
                 first, newest_hidden = 0, hidden[last]
             newest_ids = step.next_token_ids[last]
             return self._chain.begin(step, newest, newest_ids, newest_hidden, num_drafts, first)
-        states, fed = model.forward(0, token_ids, hidden, positions, metadata)
+        states, fed = model.forward(0, token_ids, hidden, positions, metadata, images)
         newest_states = states[last]
         chosen = self._choose(0, newest_states, newest, step.draft_sampling, step.guide)
         newest_fed = newest_states if fed is states else fed[last]

@@ -12,7 +12,7 @@ from atom.model_loader.drafts.draft_model import load_draft_model
 from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.drafts.tokenizer import TokenMaps
 from atom.model_loader.source import ModelSource
-from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput, ModelOutput
+from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows, ModelInput, ModelOutput
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.options.speculative import SpeculativeOptions
@@ -31,6 +31,7 @@ class DraftModelChain:
 
     reads_target = False
     reads_hidden_states = False
+    reads_images = False
     aux_layer_ids: tuple[int, ...] = ()
     keeps_pace = False
     expected_acceptance: ExpectedAcceptance | None = None
@@ -54,6 +55,7 @@ class DraftModelChain:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        images: ImageRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._draft_ids is not None:
             token_ids = self._draft_ids[token_ids]
@@ -66,6 +68,7 @@ class DraftModelChain:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        images: ImageRows | None = None,
     ) -> None:
         self.forward(0, token_ids, hidden, positions, metadata)
 

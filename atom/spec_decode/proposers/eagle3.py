@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from atom.config import EngineConfig
+from atom.config import ConfigError, EngineConfig
 from atom.kv_cache.base import storage_dtype
 from atom.model_loader.drafts.eagle3 import load_draft
 from atom.model_loader.source import ModelSource
-from atom.model_ops.attention.metadata import AttentionMetadata, ModelOutput
+from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows, ModelOutput
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.eagle3.base import Eagle3Draft
@@ -28,8 +28,9 @@ class Eagle3Chain:
     reads_hidden_states = False
     keeps_pace = False
 
-    def __init__(self, draft: Eagle3Draft) -> None:
+    def __init__(self, draft: Eagle3Draft, reads_images: bool = False) -> None:
         self.module = draft
+        self.reads_images = reads_images
         self.aux_layer_ids = draft.aux_layer_ids
         self.expected_acceptance = draft.config.expected_acceptance
         self.target_ids = draft.target_ids
@@ -46,9 +47,10 @@ class Eagle3Chain:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        images: ImageRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         made: tuple[torch.Tensor, torch.Tensor]
-        made = self.module(token_ids, hidden, positions, metadata)
+        made = self.module(token_ids, hidden, positions, metadata, images)
         return made
 
     def compute_logits(self, index: int, states: torch.Tensor) -> torch.Tensor:
@@ -65,7 +67,11 @@ def create_eagle3(
     source: ModelSource,
     context: LayerContext,
 ) -> Proposer:
-    """A chain; one pass for a P-EAGLE draft, which has a token for masks."""
+    """A chain; one pass for a P-EAGLE draft, which has a token for masks.
+
+    Raises:
+        ConfigError: when the draft cannot read the embeddings of images, and is told to.
+    """
     assert options.model is not None
     draft = load_draft(
         options.model,
@@ -76,6 +82,8 @@ def create_eagle3(
         options.aux_layer_convention,
         options.quantization,
     )
+    if options.image_embeddings:
+        _check_images(draft, target, source)
     storage = storage_dtype(config.cache, context)
     builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
     size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
@@ -83,6 +91,24 @@ def create_eagle3(
     limits = options.num_speculative_tokens, config.cache.block_size, context.max_model_len
     if draft.config.mask_token_id is not None:
         place = context.ops.resolve("place_blocks", context.dtype)
-        return BlockProposer(ParallelEagleModel(draft), builder, *limits, place, choice)
+        return BlockProposer(
+            ParallelEagleModel(draft, options.image_embeddings), builder, *limits, place, choice
+        )
     advance = context.ops.resolve("advance_drafts", context.dtype)
-    return ChainProposer(Eagle3Chain(draft), builder, *limits, advance, choice)
+    return ChainProposer(
+        Eagle3Chain(draft, options.image_embeddings), builder, *limits, advance, choice
+    )
+
+
+def _check_images(draft: Eagle3Draft, target: CausalLM, source: ModelSource) -> None:
+    """Raises ConfigError when there are no embeddings of images, or the draft has no place for
+    them.
+    """
+    if target.image_encoder is None:
+        raise ConfigError(f"draft_image_embeddings has no effect: {source.name} reads no images")
+    size, own = source.hf_config.get_text_config().hidden_size, draft.config.hidden_size
+    if own != size:
+        raise ConfigError(
+            f"draft_image_embeddings: the draft is {own} wide, and embeddings of images are "
+            f"{size}; leave it out"
+        )

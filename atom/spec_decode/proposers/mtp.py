@@ -10,7 +10,7 @@ from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.source import ModelSource
-from atom.model_ops.attention.metadata import AttentionMetadata, ModelOutput
+from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows, ModelOutput
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.layers.mtp import PredictionLayers
@@ -29,6 +29,7 @@ class MTPChain:
 
     reads_target = True
     reads_hidden_states = True
+    reads_images = True
     aux_layer_ids: tuple[int, ...] = ()
     keeps_pace = True
     expected_acceptance: ExpectedAcceptance | None = None
@@ -50,8 +51,9 @@ class MTPChain:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        images: ImageRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        states = self.module(index, token_ids, hidden, positions, metadata)
+        states = self.module(index, token_ids, hidden, positions, metadata, images)
         return states, states
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from atom.model_ops.attention.metadata import AttentionMetadata
+from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows
 from atom.models.eagle3.base import Eagle3Draft
 from atom.spec_decode.proposers.base import VerifiedStep
 from atom.spec_decode.proposers.block_proposer import BlockRows, by_draft
@@ -24,9 +24,10 @@ class ParallelEagleModel:
     num_slots = 0
     walks = False
 
-    def __init__(self, draft: Eagle3Draft) -> None:
+    def __init__(self, draft: Eagle3Draft, reads_images: bool = False) -> None:
         assert draft.config.mask_token_id is not None
         self.module = draft
+        self.reads_images = reads_images
         self.aux_layer_ids = draft.aux_layer_ids
         self.mask_token_id = draft.config.mask_token_id
         self.expected_acceptance = draft.config.expected_acceptance
@@ -71,8 +72,9 @@ class ParallelEagleModel:
 
     def _rows_of(
         self, step: VerifiedStep
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata, ImageRows | None]:
         """What the first pass reads: the row at position t has the token at t + 1."""
         hidden = self.module.fuse(step.model_output.aux_hidden_states)
         model_input = step.model_input
-        return step.next_token_ids, hidden, model_input.positions, model_input.attention
+        where = model_input.positions, model_input.attention, model_input.next_images
+        return step.next_token_ids, hidden, *where

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.browser
 
 CHAT = "**/v1/chat/completions"
 MARKUP = "<img src=x onerror=alert(1)> <script>alert(2)</script> [a](javascript:alert(3))"
-MODEL = {"max_model_len": 8, "speculation": None, "input_modalities": ["text"]}
+MODEL = {"max_model_len": 8, "speculation": None}
 
 
 def _titles(page: Any) -> list[str]:

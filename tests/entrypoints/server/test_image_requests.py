@@ -24,9 +24,14 @@ from scripted_server import ScriptedServer
 from seeing import PLACEHOLDER, SCRIPTED_TEMPLATE, Columns
 from transformers import PreTrainedTokenizerFast
 
+from atom.entrypoints.chat.images import READ_AHEAD, ImageReader
+from atom.entrypoints.chat.prompt import Prompt
+from atom.entrypoints.http.errors import ApiError
 from atom.entrypoints.server_options import OptionError, ServerOptions
 from atom.multimodal import fetch
 from atom.multimodal.addresses import Address
+from atom.multimodal.media import MediaFile, MediaLoader
+from atom.multimodal.policy import MediaPolicy
 
 MOST_IMAGES = 20
 USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
@@ -260,6 +265,20 @@ def test_streams_and_files(server: ScriptedServer, folder: Path) -> None:
     assert "not below" in refused(ask(server, ["file:///etc/passwd"]))
 
 
+def test_an_image_is_the_same_by_every_way(server: ScriptedServer, folder: Path) -> None:
+    """Blocks are found by digests, and so are rows: of pixels, not of addresses or files."""
+    (folder / "other.png").write_bytes(pictures.encoded(pictures.gradient().rotate(180)))
+    again = pictures.encoded(pictures.gradient(), "WEBP", lossless=True)
+    urls = [url_of(PNG), f"file://{folder}/a.png", url_of(again, "image/webp")]
+    digests = []
+    for url in [*urls, f"file://{folder}/other.png"]:
+        assert ask(server, [url]).status_code == 200
+        digests += [image.digest for image in server.model.images]
+    assert len(digests) == 4
+    assert len(set(digests[:3])) == 1
+    assert digests[3] not in digests[:3]
+
+
 BAD = {
     "text": (url_of(b"hello"), "is not an image"),
     "cut": (url_of(PNG[:-30]), "damaged or cut"),
@@ -358,7 +377,33 @@ def test_images_beyond_the_context_are_not_read(server: ScriptedServer) -> None:
     num_processed = len(_processor(server).sizes)
     response = ask(server, *([url_of(file)] for file in files))
     assert "maximum context length is 2000" in refused(response, "context_length_exceeded")
-    assert len(_processor(server).sizes) == num_processed + 3
+    # The third is the one too many, and some are read beside it.
+    assert len(_processor(server).sizes) <= num_processed + 3 + READ_AHEAD < num_processed + 7
+
+
+class _Meeting(MediaLoader):
+    """Nobody reads before as many read as may."""
+
+    def __init__(self) -> None:
+        super().__init__(MediaPolicy())
+        self.barrier = threading.Barrier(1 + READ_AHEAD)
+
+    def read(self, url: str) -> MediaFile:
+        self.barrier.wait(20)
+        return super().read(url)
+
+
+def test_images_are_read_side_by_side() -> None:
+    """And come in their order; the first bad one is named, whichever was found to be so first."""
+    loader = _Meeting()
+    reader = ImageReader(Columns(7), loader, 8, 2000)
+    urls = [url_of(pictures.encoded(pictures.gradient(width))) for width in range(1, 9)]
+    prompt = reader.read(Prompt([7] * 8, ""), urls, "messages")
+    assert [image.num_tokens for image in prompt.images] == list(range(1, 9))
+    urls[2:5] = ["data:,", url_of(b"x"), url_of(b"y")]
+    with pytest.raises(ApiError, match="messages: image 3: expected data:"):
+        reader.read(Prompt([7] * 8, ""), urls, "messages")
+    loader.barrier.abort()  # lets go who still waits
 
 
 def test_a_body_of_200_megabytes(server: ScriptedServer) -> None:

@@ -26,6 +26,7 @@ class FeatureRecorder:
     kv_cache_builders: Sequence[KVCacheBuilder] = ()
     reads_steps = True
     reads_hidden_states = True
+    reads_images = False
 
     def __init__(self, aux_layer_ids: tuple[int, ...]) -> None:
         self.aux_layer_ids = aux_layer_ids
