@@ -74,10 +74,10 @@ def test_padding_writes_nothing(device: torch.device) -> None:
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     shape = SHAPES[0]
-    with pytest.raises(ValueError, match="delta_rule wants states"):
+    with pytest.raises(ValueError, match="operands of delta_rule"):
         run(triton_ops, Inputs.random(shape, 2), pool(shape)[:, :, :1].to(device), (0, 0, 2))
     x, ring = random(2, 8), random(6, 2, 8)
-    with pytest.raises(ValueError, match="causal_conv wants weights"):
+    with pytest.raises(ValueError, match="operands of causal_conv"):
         triton_ops.causal_conv(x, random(8, 4), ring, metadata_of((0, 0, 2)))
     query = OpQuery(Platform("rocm", "gfx942", True), torch.bfloat16, {"key_dim": 512})
     assert triton_ops.refuses_delta(query) == "key_dim=512 is larger than 256"

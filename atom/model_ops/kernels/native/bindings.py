@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from atom.model_ops.kernels.native.build import native_build
+from atom.model_ops.kernels.operands import mismatch as mismatch
 from atom.model_ops.registry import OpQuery
 
 Kernel = Callable[[bytes], int]
@@ -154,12 +155,3 @@ def check_out(op: str, out: torch.Tensor, rows: int, outs: int, dtype: torch.dty
             f"{op} writes [{rows}, {outs}] {dtype} with each row contiguous, not to "
             f"{list(out.shape)} {out.dtype} with strides {out.stride()}"
         )
-
-
-def mismatch(op: str, **tensors: torch.Tensor) -> ValueError:
-    """The error for operands that do not match, with their shapes and dtypes."""
-    given = ", ".join(
-        f"{name} {list(t.shape)} {t.dtype}{'' if t.is_contiguous() else ' (strided)'}"
-        for name, t in tensors.items()
-    )
-    return ValueError(f"the operands of {op} do not fit together: {given}")

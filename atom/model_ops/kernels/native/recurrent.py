@@ -6,7 +6,13 @@ import torch
 
 from atom.model_ops.attention.metadata import StateMetadata
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads, rows_apart
-from atom.model_ops.kernels.torch.recurrent import NORM_EPS, check_activation
+from atom.model_ops.kernels.torch.recurrent import (
+    NORM_EPS,
+    check_conv,
+    check_gates,
+    check_norm,
+    check_rule,
+)
 
 _conv = Kernels("causal_conv", "8P10q")
 _gates = Kernels("delta_gates", "6P7qd")
@@ -23,10 +29,10 @@ def causal_conv(
         ValueError: when shapes or data types do not fit.
         IndexError: when a sequence's numbers are out of range.
     """
-    (tokens, channels), (pool_rows, ring_len, width) = x.shape, ring.shape
+    (tokens, channels), (pool_rows, ring_len, _) = x.shape, ring.shape
     taps = weight.shape[1]
-    fits = weight.shape == (channels, taps) and width == channels and ring_len >= taps - 1
-    if not fits or not x.dtype is weight.dtype is ring.dtype or not ring.is_contiguous():
+    check_conv(x, weight, ring)
+    if not ring.is_contiguous():
         raise mismatch("causal_conv", x=x, weight=weight, ring=ring)
     x, stride = rows_apart(x)
     out = x.new_empty(tokens, channels)
@@ -50,10 +56,8 @@ def delta_gates(
         ValueError: when shapes or data types do not fit.
     """
     rows, heads, decays = decay.shape
-    fits = beta.shape == (rows, heads) and decay.dtype is beta.dtype
-    is_wide = a_log.dtype is dt_bias.dtype is torch.float32
-    is_wide = is_wide and a_log.is_contiguous() and dt_bias.is_contiguous()
-    if not fits or not is_wide or a_log.shape != (heads,) or dt_bias.shape != (heads, decays):
+    check_gates(decay, beta, a_log, dt_bias)
+    if not (a_log.is_contiguous() and dt_bias.is_contiguous()):
         raise mismatch("delta_gates", decay=decay, beta=beta, a_log=a_log, dt_bias=dt_bias)
     decay, stride = rows_apart(decay)
     beta, beta_stride = rows_apart(beta)
@@ -83,12 +87,8 @@ def delta_rule(
     """
     (tokens, key_heads, key), (_, heads, value) = q.shape, v.shape
     pool_rows, versions, decays = *states.shape[:2], log_decay.shape[-1]
-    fits = k.shape == q.shape and v.shape[0] == tokens and heads % key_heads == 0
-    fits = fits and states.shape[2:] == (heads, key, value) and decays in (1, key)
-    fits = fits and log_decay.shape == (tokens, heads, decays) and beta.shape == (tokens, heads)
-    wide = log_decay, beta, states
-    is_wide = all(x.dtype is torch.float32 and x.is_contiguous() for x in wide)
-    if not fits or not is_wide or not q.dtype is k.dtype is v.dtype:
+    check_rule(q, k, v, log_decay, beta, states)
+    if not all(x.is_contiguous() for x in (log_decay, beta, states)):
         raise mismatch("delta_rule", q=q, k=k, v=v, log_decay=log_decay, beta=beta, states=states)
     (q, q_stride), (k, k_stride), (v, v_stride) = rows_apart(q), rows_apart(k), rows_apart(v)
     out = v.new_empty(tokens, heads, value)
@@ -109,14 +109,8 @@ def gated_rms_norm(
     Raises:
         ValueError: when shapes or data types do not fit, and for another activation.
     """
-    check_activation(activation)
+    check_norm(x, gate, weight, activation)
     rows, heads, size = x.shape
-    if (
-        gate.shape != x.shape
-        or weight.shape != (size,)
-        or not x.dtype is gate.dtype is weight.dtype
-    ):
-        raise mismatch("gated_rms_norm", x=x, gate=gate, weight=weight)
     x, gate = (t if t.stride(2) == 1 else t.contiguous() for t in (x, gate))
     weight = weight.contiguous()
     out = x.new_empty(rows, heads, size)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from atom.model_ops.attention.metadata import StateMetadata
+from atom.model_ops.kernels.operands import mismatch
 
 # Of the norms of queries and keys (Qwen3-Next, Kimi-Linear).
 NORM_EPS = 1e-6
@@ -157,6 +158,60 @@ def check_activation(activation: str) -> None:
     """
     if activation not in ("silu", "sigmoid"):
         raise ValueError(f"gates go through silu or sigmoid, not {activation!r}")
+
+
+def check_conv(x: torch.Tensor, weight: torch.Tensor, ring: torch.Tensor) -> None:
+    """Raises:
+    ValueError: when shapes or data types of `causal_conv` do not fit.
+    """
+    channels, taps = x.shape[1], weight.shape[1]
+    fits = weight.shape[0] == ring.shape[2] == channels and ring.shape[1] >= taps - 1
+    if not fits or not x.dtype is weight.dtype is ring.dtype:
+        raise mismatch("causal_conv", x=x, weight=weight, ring=ring)
+
+
+def check_gates(
+    decay: torch.Tensor, beta: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+) -> None:
+    """Raises:
+    ValueError: when shapes or data types of `delta_gates` do not fit.
+    """
+    rows, heads, decays = decay.shape
+    fits = beta.shape == (rows, heads) and decay.dtype is beta.dtype
+    fits = fits and a_log.shape == (heads,) and dt_bias.shape == (heads, decays)
+    if not fits or not a_log.dtype is dt_bias.dtype is torch.float32:
+        raise mismatch("delta_gates", decay=decay, beta=beta, a_log=a_log, dt_bias=dt_bias)
+
+
+def check_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+) -> None:
+    """Raises:
+    ValueError: when shapes or data types of `delta_rule` do not fit.
+    """
+    (tokens, key_heads, key), (_, heads, value), decays = q.shape, v.shape, log_decay.shape[-1]
+    fits = k.shape == q.shape and v.shape[0] == tokens and heads % key_heads == 0
+    fits = fits and states.shape[2:] == (heads, key, value) and decays in (1, key)
+    fits = fits and log_decay.shape == (tokens, heads, decays) and beta.shape == (tokens, heads)
+    is_wide = log_decay.dtype is beta.dtype is states.dtype is torch.float32
+    if not fits or not is_wide or not q.dtype is k.dtype is v.dtype:
+        raise mismatch("delta_rule", q=q, k=k, v=v, log_decay=log_decay, beta=beta, states=states)
+
+
+def check_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, activation: str) -> None:
+    """Raises:
+    ValueError: when shapes or data types of `gated_rms_norm` do not fit, and for another
+        activation.
+    """
+    check_activation(activation)
+    fits = gate.shape == x.shape and weight.shape == x.shape[2:]
+    if not fits or not x.dtype is gate.dtype is weight.dtype:
+        raise mismatch("gated_rms_norm", x=x, gate=gate, weight=weight)
 
 
 def _spans(metadata: StateMetadata) -> list[tuple[int, int]]:

@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.attention.metadata import StateMetadata
-from atom.model_ops.kernels.torch.recurrent import NORM_EPS, check_activation
+from atom.model_ops.kernels.torch.recurrent import (
+    NORM_EPS,
+    check_conv,
+    check_gates,
+    check_norm,
+    check_rule,
+)
 from atom.model_ops.registry import OpQuery
 
 # A program keeps all rows of some columns of a state in registers.
@@ -108,14 +114,10 @@ def causal_conv(
     """As `kernels/torch/recurrent.py`.
 
     Raises:
-        ValueError: when shapes do not fit.
+        ValueError: when shapes or data types do not fit.
     """
-    (tokens, channels), (_, ring_len, width), taps = x.shape, ring.shape, weight.shape[1]
-    if weight.shape[0] != channels or width != channels or ring_len < taps - 1:
-        raise ValueError(
-            f"causal_conv wants weights [C, W] and a ring of at least W - 1 for inputs [T, C]; "
-            f"given {list(weight.shape)} and {list(ring.shape)} for {list(x.shape)}"
-        )
+    check_conv(x, weight, ring)
+    (tokens, channels), ring_len, taps = x.shape, ring.shape[1], weight.shape[1]
     out = x.new_empty(tokens, channels)
     if out.numel() == 0:
         return out
@@ -177,7 +179,12 @@ def delta_gates(
     dt_bias: torch.Tensor,
     lower_bound: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `kernels/torch/recurrent.py`."""
+    """As `kernels/torch/recurrent.py`.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+    """
+    check_gates(decay, beta, a_log, dt_bias)
     tokens, heads, decays = decay.shape
     log_decay = torch.empty(tokens, heads, decays, dtype=torch.float32, device=decay.device)
     betas = torch.empty(tokens, heads, dtype=torch.float32, device=decay.device)
@@ -260,15 +267,10 @@ def delta_rule(
     """As `kernels/torch/recurrent.py`.
 
     Raises:
-        ValueError: when shapes do not fit.
+        ValueError: when shapes or data types do not fit.
     """
+    check_rule(q, k, v, log_decay, beta, states)
     (tokens, key_heads, key), (_, heads, value) = q.shape, v.shape
-    if k.shape != q.shape or states.shape[2:] != (heads, key, value):
-        raise ValueError(
-            f"delta_rule wants states [rows, versions, heads, K, V] and keys as queries; given "
-            f"{list(states.shape)} and {list(k.shape)} for queries {list(q.shape)} and values "
-            f"{list(v.shape)}"
-        )
     out = v.new_empty(tokens, heads, value)
     if out.numel() == 0:
         return out
@@ -321,9 +323,9 @@ def gated_rms_norm(
     """As `kernels/torch/recurrent.py`.
 
     Raises:
-        ValueError: for another activation.
+        ValueError: when shapes or data types do not fit, and for another activation.
     """
-    check_activation(activation)
+    check_norm(x, gate, weight, activation)
     tokens, heads, size = x.shape
     out = x.new_empty(tokens, heads, size)
     if out.numel() == 0:
