@@ -14,7 +14,7 @@ from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.glm4 import Glm4DecoderLayer
 from atom.models.layers.one_plus_norms import OnePlusNorms
 from atom.models.layers.windows import window_of_type
-from atom.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from atom.models.llama import Activation, LlamaAttention, LlamaForCausalLM, LlamaMLP
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,9 +45,11 @@ class Gemma2Attention(LlamaAttention):
 class GemmaMLP(LlamaMLP):
     """`down(gelu(gate(x)) * up(x))`."""
 
-    def activation(self, config: PretrainedConfig) -> str:
+    def resolve_activation(self, config: PretrainedConfig, context: LayerContext) -> Activation:
         expect_field(config, "hidden_activation", "gelu_pytorch_tanh")
-        return "gelu_and_mul"
+        op: Activation
+        op = context.ops.resolve("gelu_and_mul", context.dtype, size=self.down_proj.in_features)
+        return op
 
 
 class Gemma2DecoderLayer(Glm4DecoderLayer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -39,6 +39,7 @@ from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Activation = Callable[[torch.Tensor], torch.Tensor]
 SILU = ("silu", "swish")  # two names of one function
 _WITH_MLP_BIAS = ("llama", "deepseek_v2", "smollm3", "granite")
 
@@ -62,11 +63,9 @@ class LlamaMLP(Sublayer):
         self.down_proj = RowParallelLinear(
             intermediate_size, config.hidden_size, bias, context, f"{prefix}.down_proj"
         )
-        self._act = context.ops.resolve(
-            self.activation(config), context.dtype, size=self.down_proj.in_features
-        )
+        self._act = self.resolve_activation(config, context)
 
-    def activation(self, config: PretrainedConfig) -> str:
+    def resolve_activation(self, config: PretrainedConfig, context: LayerContext) -> Activation:
         """The op from [T, gate and up] to [T, size].
 
         Raises:
@@ -74,7 +73,9 @@ class LlamaMLP(Sublayer):
         """
         if config.hidden_act not in SILU:
             raise ConfigError(f"hidden_act={config.hidden_act!r} is not supported; only silu is")
-        return "silu_and_mul"
+        op: Activation
+        op = context.ops.resolve("silu_and_mul", context.dtype, size=self.down_proj.in_features)
+        return op
 
     @property
     def reader(self) -> LinearBase:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from atom.config import ConfigError
-from atom.models.config.model_config import ModelConfig
+from atom.models.config.latent_configs import LatentConfig, dense_first
 
 
 @dataclass(kw_only=True)
-class KimiLinearConfig(ModelConfig):
+class KimiLinearConfig(LatentConfig):
     """Kimi-Linear's fields, by the names that DeepSeek-V3 has for them.
 
     `linear_attn_config` has the sizes of linear attention, and lists of layers, counted from 1.
@@ -35,19 +35,11 @@ class KimiLinearConfig(ModelConfig):
     num_hidden_layers: int = 27
     num_attention_heads: int = 32
     num_key_value_heads: int | None = 32
-    hidden_act: str = "silu"
     max_position_embeddings: int = 1048576
     rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    head_dim: int | None = None
-    kv_lora_rank: int = 512
     q_lora_rank: int | None = None
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
     v_head_dim: int | None = 128
     n_routed_experts: int = 256
-    n_shared_experts: int = 1
     n_group: int = 1
     topk_group: int | None = 1
     norm_topk_prob: bool = True
@@ -62,9 +54,6 @@ class KimiLinearConfig(ModelConfig):
     linear_conv_kernel_dim: int = 4
 
     def complete(self) -> None:
-        self.head_dim = self.qk_rope_head_dim
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
         inner = self.linear_attn_config or {}
         self.linear_head_dim = inner.get("head_dim", self.linear_head_dim)
         self.linear_num_heads = inner.get("num_heads", self.linear_num_heads)
@@ -74,10 +63,7 @@ class KimiLinearConfig(ModelConfig):
         if self.layer_types is None:
             self.layer_types = self._listed_types(inner)
         if self.mlp_layer_types is None:
-            self.mlp_layer_types = [
-                "dense" if layer < self.first_k_dense_replace else "sparse"
-                for layer in range(self.num_hidden_layers)
-            ]
+            self.mlp_layer_types = dense_first(self.first_k_dense_replace, self.num_hidden_layers)
         super().complete()
 
     def _listed_types(self, inner: Mapping[str, Any]) -> list[str]:
