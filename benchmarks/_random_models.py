@@ -91,7 +91,7 @@ def write_kimi_k25(folder: Path, tower_layers: int) -> Path:
             "max_position_embeddings": 32768,
         },
         vision_config={"num_hidden_layers": tower_layers},
-        projection_hidden_size=size,
+        projection_hidden_size=1152,
         image_token_id=placeholder,
         tie_word_embeddings=False,
     )

@@ -306,7 +306,7 @@ def _try_implementation(
     from atom.models.transformers.check import check_model
 
     try:
-        check_model(getattr(transformers, implementation.name), config)
+        check_model(getattr(transformers, implementation.name), config, folder)
     except ConfigError as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from None
 

@@ -89,6 +89,15 @@ _MODELS = {
 }
 
 
+# Transformers' classes with towers whose tokens were compared with transformers' own, and their
+# types of configurations.
+_SEEING = {
+    "LlavaForConditionalGeneration": "llava",
+    "LlavaNextForConditionalGeneration": "llava_next",
+    "VipLlavaForConditionalGeneration": "vipllava",
+}
+
+
 @dataclass(frozen=True)
 class Implementation:
     """What runs a model.
@@ -97,11 +106,13 @@ class Implementation:
         kind: `atom` for a class of this package, `transformers` for one of transformers'.
         name: of the class.
         why: this one.
+        sees: whether it is transformers' class of a model that reads images.
     """
 
     kind: str
     name: str
     why: str
+    sees: bool = False
 
     def __str__(self) -> str:
         where = "atom" if self.kind == "atom" else "transformers' modelling code"
@@ -131,7 +142,7 @@ def choose_implementation(
         why = "as no class of atom computes this"
         if wanted == "transformers":
             why = "as --model-impl says"
-        return Implementation("transformers", theirs, why)
+        return Implementation("transformers", theirs, why, theirs in _SEEING)
     if ours is not None and wanted != "transformers":
         return Implementation("atom", ours, "which is native")  # refused by its type
     told = f"architecture {', '.join(names) or '(none given)'} is not supported (type {model_type})"
@@ -149,6 +160,9 @@ def _class_of_transformers(names: list[str], model_type: object) -> str | None:
     known = None
     if isinstance(model_type, str):
         known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+        seeing = _SEEING.get(names[0]) if len(names) == 1 else None
+        if seeing == model_type:
+            return names[0]
     for name in names:
         # Publishers' own names of what transformers has by another name.
         foreign = name.endswith("ForCausalLM") and not hasattr(transformers, name)

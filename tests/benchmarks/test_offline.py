@@ -62,6 +62,16 @@ def test_compare_modelling_code(run: Run, tiny_llama_dir: Path) -> None:
     assert result["same_tokens"] == 1
 
 
+@pytest.mark.slow
+def test_images(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision", reason="transformers' processor needs it")
+    sizes = ("--layers", "1", "--sizes", "56x56", "--rounds", "1", "--dtype", "float32")
+    report = run("images", *sizes, "--num-threads", "1", "--folder", str(tmp_path / "model"))
+    (result,) = report["results"]
+    assert result["same_first_tokens"] == 1
+    assert result["ratio"] > 0
+
+
 def test_structured_output(tiny_llama_dir: Path, tmp_path: Path) -> None:
     """As a program of its own."""
     path = tmp_path / "report.json"

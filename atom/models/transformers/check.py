@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from atom.config import ConfigError
+from atom.models.transformers.images import (
+    ProcessedImage,
+    TransformersImageEncoder,
+    TransformersImages,
+)
 from atom.models.transformers.probe import (
     PAGED,
     LayerCall,
@@ -26,6 +33,7 @@ from atom.models.transformers.probe import (
     probe,
     run,
     take_base,
+    text_network,
 )
 
 if TYPE_CHECKING:
@@ -37,20 +45,26 @@ _BY_LENGTH = {"dynamic", "longrope"}
 # Difference of logits that is refused, in multiples of their standard deviation.
 _TOLERANCE = 2e-3
 _VOCABULARY = 96
+# The token of an image in a copy's vocabulary, which is in no text.
+_IMAGE = _VOCABULARY - 1
 _WINDOW = 9
 _MLP = 32
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Parameters of a copy that is tried.
 _MOST = 1 << 28
-# Lengths of the two texts, and the pieces in which they are computed side by side.
+# Lengths of the two texts.
 _LENGTHS = (29, 17)
-_PIECES = ((11, 17), (1, 0), (16, 0), (1, 0))
 
 
-def check_model(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+def check_model(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, folder: Path | None = None
+) -> None:
     """Refuse an architecture whose modelling code does not compute with our attention what it
     computes with its own.
+
+    Args:
+        folder: has the processor of a model that reads images, one of which is in the first text.
 
     Raises:
         ConfigError: with its name and the reason.
@@ -59,7 +73,7 @@ def check_model(model_class: type[PreTrainedModel], config: PretrainedConfig) ->
     try:
         if (reason := _stated_reason(model_class, config)) is not None:
             raise ConfigError(reason)
-        _try(model_class, config)
+        _try(model_class, config, folder)
     except ConfigError as error:
         raise ConfigError(f"{name} is not supported: {error}") from None
     except Exception as error:  # whatever modelling code raises
@@ -82,17 +96,16 @@ def _own_error(model_class: type[PreTrainedModel], config: PretrainedConfig) -> 
 
 def _stated_reason(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str | None:
     """What class and configuration say themselves."""
-    if config.get_text_config() is not config:
-        return "it is no text model"
     if config.is_encoder_decoder:
         return "it has an encoder"
     if model_class._is_stateful:
         return "it keeps a state of each text besides keys and values"
     if not model_class._supports_attention_backend:
         return "its attention cannot be replaced (no _supports_attention_backend)"
-    if others := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+    text = config.get_text_config()
+    if others := sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES):
         return f"it has layers of type {', '.join(others)}"
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(text, "rope_parameters", None) or {}
     kinds = {value.get("rope_type") for value in (rope, *rope.values()) if isinstance(value, dict)}
     if by_length := sorted(str(kind) for kind in kinds & _BY_LENGTH):
         return f"its rotation ({', '.join(by_length)}) depends on other texts of a batch"
@@ -100,36 +113,45 @@ def _stated_reason(model_class: type[PreTrainedModel], config: PretrainedConfig)
 
 
 @torch.inference_mode()
-def _try(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+def _try(model_class: type[PreTrainedModel], config: PretrainedConfig, folder: Path | None) -> None:
+    seen = None if config.get_text_config() is config else _seen(folder)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        small = small_copy(config)
+        small = small_copy(config) if seen is None else _small_seeing_copy(config)
         with parameters_on_meta():
             size = sum(p.numel() for p in model_class(small).parameters())
         if size > _MOST:
             raise ConfigError(f"a small copy of it has {size} parameters, too many to try")
         model = model_class(small).eval().float()
         _randomise(model)
-        texts = [torch.randint(3, _VOCABULARY, (length,)) for length in _LENGTHS]
+        texts = [torch.randint(3, _IMAGE, (length,)) for length in _LENGTHS]
+    images: list[dict[str, torch.Tensor]] = [{} for _ in texts]
+    if seen is not None:
+        texts[0], images[0] = _with_image(texts[0], *seen)
     model.config._attn_implementation = "eager"
-    positions = [torch.arange(length) for length in _LENGTHS]
+    positions = [torch.arange(len(ids)) for ids in texts]
     expected = [
-        model(input_ids=ids[None], position_ids=at[None], use_cache=False).logits[0]
-        for ids, at in zip(texts, positions, strict=True)
+        model(input_ids=ids[None], position_ids=at[None], use_cache=False, **image).logits[0]
+        for ids, at, image in zip(texts, positions, images, strict=True)
     ]
-    base = model.get_submodule(model.base_model_prefix)
+    base = text_network(model.get_submodule(model.base_model_prefix))
     call = _Dense(probe(base))
-    take_base(model)
-    model.config._attn_implementation = PAGED
+    whole = take_base(model)
+    embeds = [base.get_input_embeddings()(ids) for ids in texts]
+    if seen is not None:
+        embeds[0][texts[0] == _IMAGE] = _rows(whole, images[0])
+    base.config._attn_implementation = PAGED
     found: list[list[torch.Tensor]] = [[] for _ in texts]
-    for piece in _PIECES:
+    for piece in _pieces(len(texts[0])):
         starts = [sum(len(rows) for rows in done) for done in found]
         parts = [slice(start, start + n) for start, n in zip(starts, piece, strict=True)]
-        ids, at = (
-            torch.cat([x[p] for x, p in zip(xs, parts, strict=True)]) for xs in (texts, positions)
+        ids, at, rows = (
+            torch.cat([x[p] for x, p in zip(xs, parts, strict=True)])
+            for xs in (texts, positions, embeds)
         )
         call.piece = piece
-        hidden = run(base, call, input_ids=ids[None], position_ids=at[None])
+        given = {"input_ids": ids[None]} if seen is None else {"inputs_embeds": rows[None]}
+        hidden = run(base, call, position_ids=at[None], **given)
         logits = head_logits(model, hidden[0])
         for done, rows in zip(found, torch.split_with_sizes(logits, piece), strict=True):
             done.append(rows)
@@ -140,6 +162,55 @@ def _try(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
                 f"a small copy of it in pieces, beside another text, computes other logits than "
                 f"alone at once (by {difference:.2g} of their standard deviation)"
             )
+
+
+def _pieces(length: int) -> list[tuple[int, int]]:
+    """Tokens of the two texts, the first of which has so many, that are computed side by side."""
+    return [(11, _LENGTHS[1]), (1, 0), (length - 13, 0), (1, 0)]
+
+
+def _seen(folder: Path | None) -> tuple[ProcessedImage, TransformersImages]:
+    """A picture as the model gets it."""
+    from PIL import Image
+
+    if folder is None:
+        raise ConfigError("it is no text model")
+    processor = TransformersImages(folder)
+    noise = np.random.default_rng(0).integers(0, 256, (48, 60, 3), np.uint8)
+    return processor.process(Image.fromarray(noise)), processor
+
+
+def _with_image(
+    ids: torch.Tensor, image: ProcessedImage, processor: TransformersImages
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A text with an image in its middle, and what the model reads of that."""
+    said = torch.tensor(image.token_ids)
+    said = torch.where(said == processor.placeholder_id, _IMAGE, said % _IMAGE)
+    given = {"pixel_values": torch.from_numpy(image.pixels).float() / 128 - 1}
+    if image.size:
+        given["image_sizes"] = torch.tensor([image.size])
+    return torch.cat([ids[:9], said, ids[9:]]), given
+
+
+def _rows(whole: PreTrainedModel, image: dict[str, torch.Tensor]) -> torch.Tensor:
+    grid = tuple(image["image_sizes"][0].tolist()) if "image_sizes" in image else ()
+    rows: torch.Tensor = TransformersImageEncoder(whole)(image["pixel_values"], grid)
+    return rows
+
+
+def _small_seeing_copy(config: PretrainedConfig) -> PretrainedConfig:
+    """With a small text network, and few layers of the tower."""
+    fields = copy.deepcopy(config.to_dict())
+    fields.pop("quantization_config", None)
+    fields["text_config"] = small_copy(config.get_text_config()).to_dict()
+    vision = fields["vision_config"]
+    chosen = fields.get("vision_feature_layer", -1)
+    chosen = chosen if isinstance(chosen, (list, tuple)) else [chosen]
+    least = max(2, *(-n if n < 0 else n for n in chosen))
+    vision["num_hidden_layers"] = min(least, vision["num_hidden_layers"])
+    small = type(config)(**fields)
+    small.image_token_id = _IMAGE
+    return small
 
 
 class _Dense:

@@ -23,6 +23,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
+from atom.models.transformers.images import TransformersImageEncoder
 from atom.models.transformers.layers import (
     Embedding,
     Head,
@@ -33,6 +34,7 @@ from atom.models.transformers.layers import (
     split,
 )
 from atom.models.transformers.probe import (
+    LANGUAGE_MODEL,
     PAGED,
     LayerCall,
     LayerFacts,
@@ -43,8 +45,10 @@ from atom.models.transformers.probe import (
     probe,
     run,
     take_base,
+    text_network,
 )
 from atom.models.transformers.weights import Names
+from atom.models.vision.encoder import ImageEncoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -70,18 +74,24 @@ class TransformersForCausalLM(CausalLM):
         super().__init__()
         config = copy.deepcopy(config)
         config._attn_implementation = PAGED
+        text, inner = config.get_text_config(), ""
+        if text is not config:
+            inner = LANGUAGE_MODEL
+            config.vision_config._attn_implementation = "sdpa"
         with parameters_on_meta():
             model = model_class(config).eval()
-        self._names = Names(model)
+        self._names = Names(model, inner)
         _check_experts(model, context)
-        base = model.get_submodule(model.base_model_prefix)
+        base = text_network(model.get_submodule(model.base_model_prefix))
         plan = split(base, context)
         facts = probe(base)
         self._layers = decoder_layers(base, facts)
         name, head = _named(model, model.get_output_embeddings(), "output head")
-        self.base, self.hf = take_base(model), model
+        self.base, self.hf = base, model
+        self.vision = self._take_tower(take_base(model), context)
         self._embedding = self._take_embedding(context)
         self.tied = bool(config.tie_word_embeddings)
+        config = text
         self._head_name = name
         self._head = self._take_head(head, config, context)
         replace_mlps(self.base, plan, self._names, context)
@@ -94,6 +104,20 @@ class TransformersForCausalLM(CausalLM):
         self.attentions = nn.ModuleList(self._attentions)
         self.aux_layer_ids: tuple[int, ...] = ()
         self._boundaries: dict[int, torch.Tensor] = {}
+
+    def _take_tower(
+        self, whole: PreTrainedModel, context: LayerContext
+    ) -> TransformersImageEncoder | None:
+        """What is left of the base without its text network."""
+        if whole is self.base or not context.images:
+            return None
+        whole._modules[LANGUAGE_MODEL] = None
+        materialise(whole, self._names, context)
+        return TransformersImageEncoder(whole)
+
+    @property
+    def image_encoder(self) -> ImageEncoder | None:
+        return self.vision
 
     def _take_embedding(self, context: LayerContext) -> Embedding:
         name, like = _named(self.base, self.base.get_input_embeddings(), "input embedding")
@@ -138,11 +162,15 @@ class TransformersForCausalLM(CausalLM):
         raise ConfigError(f"{type(self.hf).__name__} of transformers has no norm of ours")
 
     def forward(self, model_input: ModelInput) -> ModelOutput:
+        given = {"input_ids": model_input.input_ids[None]}
+        if model_input.images is not None:
+            embeds = model_input.images.fill(self._embedding(model_input.input_ids))
+            given = {"inputs_embeds": embeds[None]}
         hidden = run(
             self.base,
             _Paged(self._attentions, model_input.attention),
-            input_ids=model_input.input_ids[None],
             position_ids=model_input.positions[None],
+            **given,
         )
         aux = tuple(self._boundaries[i] for i in self.aux_layer_ids)
         self._boundaries.clear()

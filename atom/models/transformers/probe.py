@@ -19,6 +19,8 @@ from atom.config import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Where the text network is in the base of a model that sees.
+LANGUAGE_MODEL = "language_model"
 # Names of attention in transformers' tables: with and without masks.
 PAGED, PROBED = "atom_paged", "atom_probed"
 # Arguments of the attention function that change nothing beside those that are read.
@@ -296,6 +298,20 @@ def take_base(model: PreTrainedModel) -> PreTrainedModel:
         raise ConfigError(f"it has no base model named {name!r}")
     model._modules[name] = Given()
     return base
+
+
+def text_network(base: PreTrainedModel) -> PreTrainedModel:
+    """The text network of a base model, which may be all of it.
+
+    Raises:
+        ConfigError: when it is nowhere that is known.
+    """
+    if base.config.get_text_config() is base.config:
+        return base
+    found: PreTrainedModel | None = base._modules.get(LANGUAGE_MODEL)
+    if found is None:
+        raise ConfigError(f"its base model has no {LANGUAGE_MODEL}")
+    return found
 
 
 def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:

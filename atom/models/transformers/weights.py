@@ -28,6 +28,8 @@ from atom.models.transformers.probe import is_experts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# The base without its text network, in the model of ours.
+_TOWER = "vision.inner"
 # A layer of ours, and those of a checkpoint that it stacks.
 _FUSED, _PARTS = "gate_up_proj", ("gate_proj", "up_proj")
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -74,10 +76,19 @@ class ExpertLoading(nn.Module):
 
 
 class Names:
-    """The names of a model with its head, before anything in it is replaced."""
+    """The names of a model with its head, before anything in it is replaced.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._prefix, self._class = model.base_model_prefix, type(model).__name__
+    Args:
+        inner: where the text network is in its base; "" if that is all of it.
+    """
+
+    def __init__(self, model: PreTrainedModel, inner: str = "") -> None:
+        self._outer, self._class = model.base_model_prefix, type(model).__name__
+        self._prefix = f"{self._outer}.{inner}" if inner else self._outer
+        # What else is in the base.
+        parts = model.get_submodule(self._outer) if inner else model
+        named = [*dict(parts.named_children()), *dict(parts.named_parameters(recurse=False))]
+        self._tower = tuple(name for name in named if name != inner) if inner else ()
         self._known = dict.fromkeys(model.state_dict(), True)
         mapping = get_model_conversion_mapping(model)
         self._renamings = [m for m in mapping if not isinstance(m, WeightConverter)]
@@ -107,6 +118,8 @@ class Names:
         """
         ignored = [self._unless_known(pattern) for pattern in self._ignored]
         ignored.append(r".*rotary_emb\.inv_freq")
+        if self._tower and not any(name.startswith(_TOWER) for name, _ in model.named_parameters()):
+            ignored.append(rf"(.*\.)?({'|'.join(self._tower)})(\..*)?")
         if tied_head is not None:
             ignored.append(rf"{re.escape(tied_head)}\.weight")
         known = set(dict(model.named_parameters())) | set(dict(model.named_buffers()))
@@ -134,7 +147,7 @@ class Names:
 
     def _place(self, name: str) -> tuple[str, str | None]:
         renamed, pattern = rename_source_key(
-            name, self._renamings, self._converters, self._prefix, self._known
+            name, self._renamings, self._converters, self._outer, self._known
         )
         shard = None
         if pattern is not None:
@@ -148,6 +161,8 @@ class Names:
         side, rest = "hf", renamed
         if renamed.startswith(f"{self._prefix}."):
             side, rest = "base", renamed.removeprefix(f"{self._prefix}.")
+        elif self._tower and renamed.startswith(f"{self._outer}."):
+            side, rest = _TOWER, renamed.removeprefix(f"{self._outer}.")
         return f"{side}.{rest}", shard
 
     def stack_experts(self, model: nn.Module) -> None:

@@ -84,3 +84,16 @@ def whole_number(settings: Mapping[str, Any], name: str, default: int, where: st
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{where}: {name}={value!r}, expected an integer of at least 1")
     return value
+
+
+def runs(tokens: list[int], wanted: int) -> list[tuple[int, int]]:
+    """Where a token is: first place and number of each run."""
+    found: list[tuple[int, int]] = []
+    for place, token in enumerate(tokens):
+        if token != wanted:
+            continue
+        if found and sum(found[-1]) == place:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((place, 1))
+    return found

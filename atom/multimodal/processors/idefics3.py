@@ -14,7 +14,7 @@ import numpy as np
 
 from atom.config import ConfigError
 from atom.multimodal.items import ImageItem
-from atom.multimodal.processors.base import channel_scale, whole_number
+from atom.multimodal.processors.base import channel_scale, runs, whole_number
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -102,7 +102,7 @@ class Idefics3ImageProcessor:
             self.mean,
             self.std,
             tokens,
-            _runs(tokens, self.placeholder_id),
+            runs(tokens, self.placeholder_id),
         )
 
     def _resized(self, image: Image, width: int, height: int) -> Image:
@@ -172,16 +172,3 @@ def _edge(settings: Mapping[str, Any], name: str, default: int) -> int:
     if not isinstance(size, dict):
         raise ConfigError(f"{_WHERE}: {name}={size!r}, expected an object with longest_edge")
     return whole_number({name: size.get("longest_edge")}, name, default, _WHERE)
-
-
-def _runs(tokens: list[int], wanted: int) -> list[tuple[int, int]]:
-    """Where a token is: first place and number of each run."""
-    runs: list[tuple[int, int]] = []
-    for place, token in enumerate(tokens):
-        if token != wanted:
-            continue
-        if runs and sum(runs[-1]) == place:
-            runs[-1] = runs[-1][0], runs[-1][1] + 1
-        else:
-            runs.append((place, 1))
-    return runs

@@ -24,7 +24,13 @@ def create_image_processor(
         ConfigError: when the checkpoint's settings are not supported, or images are limited of a
             model that reads none.
     """
-    config = source.hf_config
+    config, by = source.hf_config, source.implementation
+    if by is not None and by.sees:
+        if options.max_images == 0:
+            return None
+        from atom.multimodal.processors.by_transformers import TransformersImageProcessor
+
+        return TransformersImageProcessor.of(source.path)
     if config.model_type not in (*_KIMI, *_IDEFICS):
         if options.limit_mm_per_prompt and options.limit_mm_per_prompt.get("image"):
             raise ConfigError(f"limit_mm_per_prompt: {source.name} reads no images; leave it out")
