@@ -45,6 +45,51 @@ HARMLESS_FIELDS: dict[str, Any] = {
     "mood": None,
     "moods": [{"of": "", "more": [None, False]}],
 }
+# What other servers and APIs do without being asked: as if these were left out.
+DEFAULTS: dict[str, Any] = {
+    "cache_prompt": True,
+    "id_slot": -1,
+    "echo": False,
+    "include_stop_str_in_output": False,
+    "logprobs": False,
+    "n": 1,
+    "parallel_tool_calls": True,
+    "top_logprobs": 0,
+    "best_of": 1,
+    "do_sample": True,
+    "early_stopping": False,
+    "min_new_tokens": 0,
+    "mirostat": 0,
+    "mirostat_mode": 0,
+    "n_predict": -1,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "use_beam_search": False,
+    "no_stop_trim": False,
+    "thinking_budget": -1,
+    "thinking_token_budget": -1,
+    "add_vision_id": False,
+    "safe_prompt": False,
+    "truncate_prompt_tokens": -1,
+    "include_reasoning": True,
+    "n_probs": 0,
+    "logprob_start_len": -1,
+    "return_cached_tokens_details": False,
+    "return_hidden_states": False,
+    "return_logprob": False,
+    "return_meta_info": False,
+    "return_routed_experts": False,
+    "return_token_ids": False,
+    "stream_reasoning": True,
+    "return_tokens_as_token_ids": False,
+    "top_logprobs_num": 0,
+    "top_n_sigma": -1,
+    "adaptive_target": -1,
+    "length_penalty": 1,
+    "guidance_scale": 1,
+    "typical_p": 1,
+}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
@@ -77,6 +122,13 @@ def test_what_asks_for_nothing_passes_everywhere(strict: ScriptedServer, path: s
     answer = strict.post(path, json={**BODIES[path], **HARMLESS_FIELDS})
     assert answer.status_code == 200, answer.text
     assert IGNORED_FIELDS_HEADER not in answer.headers
+
+
+@pytest.mark.parametrize("field", DEFAULTS)
+def test_what_others_do_by_default_passes(strict: ScriptedServer, field: str) -> None:
+    answer = strict.post("/detokenize", json={"tokens": [5], field: DEFAULTS[field]})
+    assert answer.status_code == 200, answer.text
+    assert strict.post("/detokenize", json={"tokens": [5], field: 7}).status_code == 400
 
 
 @pytest.mark.parametrize("path", BODIES)
