@@ -45,22 +45,19 @@ class LineMap:
         self._known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     def record(self, files: Sequence[str]) -> None:
-        """Record the test files that are not known as they are now."""
+        """Record the test files that are not known as they are now, and import what they need."""
         for number, file in enumerate(files, start=1):
             entry = self._known.get(file)
             if entry is not None and entry["digest"] == self._digest(file, entry["sources"]):
+                self._runner.warm_up(entry["modules"])
                 continue
             entry = self._known[file] = self._recorded(file)
+            self._runner.warm_up(entry["modules"])
             self._path.write_text(json.dumps(self._known))
             found = f"{len(entry['tests'])} tests in {entry['seconds']:.1f} s"
             cut = ", and more than there was time for" if entry["cut"] else ""
             print(f"map {number}/{len(files)} {file}: {found}{cut}", flush=True)
         self._known = {file: self._known[file] for file in files}
-
-    @property
-    def modules(self) -> list[str]:
-        """What the tests import that is not of the tree."""
-        return list(dict.fromkeys(m for e in self._known.values() for m in e["modules"]))
 
     def tests_of(self, mutant: Mutant) -> list[Test]:
         """The tests that run what is changed, the fastest first; for what an import runs, those

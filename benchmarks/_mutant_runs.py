@@ -48,16 +48,20 @@ class Runner:
         os.environ["PYTHONPATH"] = str(tree)
         # What tests compute is so small that threads wait more than they work.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        import torch  # noqa: F401
+        import torch
 
+        if not torch.cuda.is_available():
+            # As conftest.py says, before anything imports triton.
+            os.environ["TRITON_INTERPRET"] = "1"
         for plugin in entry_points(group="pytest11"):
             plugin.load()
 
     def warm_up(self, modules: Sequence[str]) -> None:
         """Import what no mutant changes, so that forks need not."""
         for name in modules:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
 
     def run(
         self,

@@ -223,7 +223,6 @@ def run(tree: Path, out: Path, areas: Sequence[Area], args: argparse.Namespace) 
     tests = list(dict.fromkeys(test for area in areas for test in area.test_files(tree)))
     line_map = LineMap(out / "map.json", tree, sources, runner, args.map_seconds)
     line_map.record(tests)
-    runner.warm_up(line_map.modules)
     results = read_results(out / "results.jsonl")
     chosen = choose(tree, areas, args.mutants, args.seed)
     new = []
