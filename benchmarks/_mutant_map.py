@@ -47,9 +47,7 @@ class LineMap:
     def record(self, files: Sequence[str]) -> None:
         """Record the test files that are not known as they are now, and import what they need."""
         for number, file in enumerate(files, start=1):
-            entry = self._known.get(file)
-            if entry is not None and entry["digest"] == self._digest(file, entry["sources"]):
-                self._runner.warm_up(entry["modules"])
+            if self._is_known(file):
                 continue
             entry = self._known[file] = self._recorded(file)
             self._runner.warm_up(entry["modules"])
@@ -57,7 +55,9 @@ class LineMap:
             found = f"{len(entry['tests'])} tests in {entry['seconds']:.1f} s"
             cut = ", and more than there was time for" if entry["cut"] else ""
             print(f"map {number}/{len(files)} {file}: {found}{cut}", flush=True)
-        self._known = {file: self._known[file] for file in files}
+        self._known = {file: e for file, e in self._known.items() if self._is_known(file)}
+        for entry in self._known.values():
+            self._runner.warm_up(entry["modules"])
 
     def tests_of(self, mutant: Mutant) -> list[Test]:
         """The tests that run what is changed, the fastest first; for what an import runs, those
@@ -71,6 +71,10 @@ class LineMap:
                 if lines and (not mutant.function or not wanted.isdisjoint(lines)):
                     found.append(Test(file, test["id"], test["seconds"]))
         return sorted(found, key=lambda test: test.seconds)
+
+    def _is_known(self, file: str) -> bool:
+        entry = self._known.get(file)
+        return entry is not None and entry["digest"] == self._digest(file, entry["sources"])
 
     def _recorded(self, file: str) -> dict[str, Any]:
         output = self._path.with_name("recorded.jsonl")

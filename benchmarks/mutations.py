@@ -219,7 +219,7 @@ def run(tree: Path, out: Path, areas: Sequence[Area], args: argparse.Namespace) 
     copy_tree(ROOT, tree)
     compileall.compile_dir(tree / "atom", quiet=1)
     runner = Runner(tree)
-    sources = {file for area in areas for file in area.files(tree)}
+    sources = {file for area in AREAS for file in area.files(tree)}
     tests = list(dict.fromkeys(test for area in areas for test in area.test_files(tree)))
     line_map = LineMap(out / "map.json", tree, sources, runner, args.map_seconds)
     line_map.record(tests)
