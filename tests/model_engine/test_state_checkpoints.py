@@ -23,16 +23,18 @@ from atom.model_engine.start_up import kv_memory
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SHARED = prompt(30)
-# Two that part behind what they share, a third, the first again, one that goes on from it.
+# Two that part behind what they share, a third, the first again, one that goes on from it, and the
+# second again, whose last token begins a block.
 PROMPTS = [
     [*SHARED, *prompt(9, seed=1)],
     [*SHARED, *prompt(7, seed=2)],
     [*SHARED, *prompt(13, seed=3)],
     [*SHARED, *prompt(9, seed=1)],
     [*SHARED, *prompt(9, seed=1), *prompt(20, seed=4)],
+    [*SHARED, *prompt(7, seed=2)],
 ]
 # Whole blocks of four tokens: what the third shares was kept by the second.
-CACHED = [0, 0, 28, 36, 36]
+CACHED = [0, 0, 28, 36, 36, 36]
 
 
 @pytest.fixture(autouse=True)
