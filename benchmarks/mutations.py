@@ -43,7 +43,7 @@ from _mutants import Mutant, compiles, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
 # A time that says "hangs" on a busy machine, too.
-_PATIENCE, _SECONDS_MORE = 4, 30.0
+_PATIENCE, _SECONDS_MORE = 3, 20.0
 KILLED, TIMED_OUT, SURVIVED, UNTESTED = "killed", "timed out", "survived", "not run"
 # Of a survivor: nothing that could be seen depends on it.
 EQUIVALENT = "equivalent"

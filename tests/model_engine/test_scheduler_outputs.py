@@ -66,6 +66,7 @@ def test_results_of_an_aborted_sequence_are_ignored() -> None:
         ({"max_tokens": 2}, [A, A, A], [A, A], FinishReason.LENGTH, None),
         ({"max_tokens": 2}, [A, EOS, A], [A, EOS], FinishReason.STOP, None),
         ({}, [A] * 99, [A] * 14, FinishReason.LENGTH, None),  # the context of 16
+        ({"max_tokens": 0}, [A, A], [], FinishReason.LENGTH, None),  # the prompt alone is wanted
     ],
 )
 @pytest.mark.parametrize("at_once", [True, False])
