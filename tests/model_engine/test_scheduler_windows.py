@@ -159,3 +159,16 @@ def test_a_model_of_windows_alone_has_room_for_every_context() -> None:
 
 def test_a_window_counts_with_the_longest_query() -> None:
     assert cache_window._MAX_DECODE_QUERIES == MAX_DECODE_QUERIES
+
+
+def test_prompt_logprobs_take_no_cached_prefix() -> None:
+    prompt = tokens(100, 9)
+    for logprobs, first in ((None, 0), (0, 0), (None, 8)):
+        bench = Bench(window=WINDOW)
+        bench.add("before", prompt, max_tokens=1)
+        if first or logprobs is not None:
+            bench.step()
+        else:
+            bench.scheduler.abort(["before"])
+        bench.add("a", prompt, max_tokens=1, prompt_logprobs=logprobs)
+        assert rows(bench.scheduler.schedule()) == {"a": (first, 9 - first)}
