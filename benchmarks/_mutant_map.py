@@ -34,7 +34,8 @@ class LineMap:
     Args:
         path: where it is kept.
         sources: files whose lines are looked at, relative to the tree.
-        limit: seconds for each test file; tests that come later in it are not known.
+        limit: seconds for each test file, and as many again from its end; tests between these are
+            not known.
     """
 
     def __init__(
@@ -82,21 +83,26 @@ class LineMap:
         recorder = Recorder(self._tree, self._sources, output)
         modules = self._path.with_name("modules.json")
         modules.write_text("[]")
-        ran = self._runner.run(
-            [file],
-            self._limit,
-            _Recording(recorder, modules),
-            keep_going=True,
-            write_bytecode=True,
-        )
-        tests = [json.loads(line) for line in output.read_text().splitlines()]
+        seconds, failed, cut = 0.0, [], False
+        # Where there is no time for all, the last ones are as good as the first.
+        for backwards in (False, True):
+            recording = _Recording(recorder, modules, backwards)
+            ran = self._runner.run(
+                [file], self._limit, recording, keep_going=True, write_bytecode=True
+            )
+            seconds, cut = seconds + ran.seconds, ran.timed_out
+            if not cut:
+                failed = ran.failed
+                break
+        by_id = {test["id"]: test for test in map(json.loads, output.read_text().splitlines())}
+        tests = list(by_id.values())
         sources = sorted({source for test in tests for source in test["lines"]})
         return {
             "digest": self._digest(file, sources),
             "sources": sources,
-            "seconds": round(ran.seconds, 1),
-            "cut": ran.timed_out,
-            "failed": [] if ran.timed_out else ran.failed,
+            "seconds": round(seconds, 1),
+            "cut": cut,
+            "failed": failed,
             "modules": json.loads(modules.read_text()),
             "tests": tests,
         }
@@ -110,10 +116,19 @@ class LineMap:
 
 
 class _Recording:
-    """A plugin: the recorder, and what is imported once all tests are collected."""
+    """A plugin: the recorder, and what is imported once all tests are collected.
 
-    def __init__(self, recorder: Recorder, modules: Path) -> None:
-        self._recorder, self._modules = recorder, modules
+    Args:
+        backwards: whether the last test runs first.
+    """
+
+    def __init__(self, recorder: Recorder, modules: Path, backwards: bool) -> None:
+        self._recorder, self._modules, self._backwards = recorder, modules, backwards
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self._backwards:
+            items.reverse()
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.pluginmanager.register(self._recorder)

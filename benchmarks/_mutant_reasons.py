@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 # By file below `atom/`, function, what is changed, and into what.
-_REASONS: dict[tuple[str, str, str, str], str] = {}
+_REASONS: dict[tuple[str, str, str, str], str] = {
+    (
+        "model_engine/scheduler.py",
+        "Scheduler._schedule_running",
+        "plan.budget > 0",
+        "(plan.budget >= 0)",
+    ): "one token of the budget is left for each later sequence, so it is never used up before",
+    (
+        "model_engine/sequence.py",
+        "Sequence.cut_for_states",
+        "start < end < start + count",
+        "(start <= end < start + count)",
+    ): "an end is taken out by the step that reaches it, so none is where a step starts",
+}
 
 
 def reason_of(path: str, function: str, before: str, after: str) -> str | None:
