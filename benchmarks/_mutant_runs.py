@@ -13,12 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 # Beyond which a mutant that allocates without end is killed, before the machine is short of memory.
 _MOST_BYTES = 8 << 30
+_MUTATED = "atom"
 _TICK_SECONDS = 0.02
 # Of a tick that took longer, this process and its tests were stopped from outside.
 _LONGEST_TICK_SECONDS = 0.5
@@ -37,12 +39,29 @@ class TestRun:
     timed_out: bool = False
 
 
+def _is_mutated(module: str) -> bool:
+    return module.partition(".")[0] == _MUTATED
+
+
+class _Guard(MetaPathFinder):
+    """Lets nobody import the mutated package, and says whether somebody would."""
+
+    was_asked = False
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        del path, target
+        if _is_mutated(fullname):
+            self.was_asked = True
+            raise ImportError(f"{fullname} is not to be imported here")
+
+
 class Runner:
     """Args:
     tree: the copy of the tree; becomes this process's folder.
     """
 
     def __init__(self, tree: Path) -> None:
+        self._tried: set[str] = set()
         os.chdir(tree)
         sys.path.insert(0, str(tree))
         os.environ["PYTHONPATH"] = str(tree)
@@ -57,11 +76,25 @@ class Runner:
             plugin.load()
 
     def warm_up(self, modules: Sequence[str]) -> None:
-        """Import what no mutant changes, so that forks need not."""
+        """Import what no mutant changes, so that forks need not; what imports the mutated package
+        itself is left to them.
+        """
+        guard = _Guard()
+        sys.meta_path.insert(0, guard)
         for name in modules:
-            if name not in sys.modules:
-                with contextlib.suppress(Exception):
-                    importlib.import_module(name)
+            if name in sys.modules or name in self._tried:
+                continue
+            self._tried.add(name)
+            known = set(sys.modules)
+            guard.was_asked = False
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+            if guard.was_asked:
+                for new in set(sys.modules) - known:
+                    del sys.modules[new]
+        sys.meta_path.remove(guard)
+        imported = [name for name in sys.modules if _is_mutated(name)]
+        assert not imported, f"{imported} would stay as they are, whatever is mutated"
 
     def run(
         self,
