@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from atom.entrypoints.http.errors import MAX_MESSAGE, ContextExceededError, bad_
 from atom.entrypoints.http.unknown_fields import UNSUPPORTED_CONTENT
 from atom.messages import ContextLengthError, RequestRefusedError
 from atom.multimodal.items import ImageItem, expand
-from atom.multimodal.media import MediaLoader
+from atom.multimodal.media import MediaFile, MediaLoader
 from atom.multimodal.policy import MediaError
 from atom.multimodal.processors.base import ImageProcessor
 from atom.quoting import excerpt
@@ -52,8 +51,9 @@ class ImageReader:
     loader: MediaLoader
     max_images: int
     max_model_len: int
-    _decoding: threading.Semaphore = field(
-        default_factory=lambda: threading.BoundedSemaphore(DECODED_AT_ONCE)
+    # Threads of their own: an allocator keeps memory for each that has ever decoded.
+    _decoders: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(DECODED_AT_ONCE, thread_name_prefix="decoder")
     )
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(READ_THREADS, thread_name_prefix="image")
@@ -119,5 +119,7 @@ class ImageReader:
 
     def _item(self, url: str) -> ImageItem:
         file = self.loader.read(url)
-        with self._decoding:
-            return self.processor.process(self.loader.decode(file))
+        return self._decoders.submit(self._decode, file).result()
+
+    def _decode(self, file: MediaFile) -> ImageItem:
+        return self.processor.process(self.loader.decode(file))
