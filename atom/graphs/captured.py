@@ -32,8 +32,8 @@ class CapturedWork:
             last: where the last results are kept; the others are in memory of their own.
         """
         results = work()
-        own = [torch.empty_like(result) for result in results[: len(results) - len(last)]]
-        self._kept[key] = [*own, *last]
+        kept = [torch.empty_like(result) for result in results[: len(results) - len(last)]]
+        self._kept[key] = [*kept, *last]
         self._replays[key] = self._backend.capture(partial(self._compute, key, work))
 
     def replay(self, key: Hashable) -> list[torch.Tensor]:

@@ -88,9 +88,9 @@ class GraphRunner:
     def replay(self, graph: GraphKey, num_rows: int) -> ModelOutput:
         """Hidden states of the first rows, valid until the next replay."""
         self._replays[graph]()
-        every = self.output(graph)
-        aux = tuple(states[:num_rows] for states in every.aux_hidden_states)
-        return ModelOutput(every.hidden_states[:num_rows], aux)
+        whole = self.output(graph)
+        aux = tuple(states[:num_rows] for states in whole.aux_hidden_states)
+        return ModelOutput(whole.hidden_states[:num_rows], aux)
 
     def output(self, graph: GraphKey) -> ModelOutput:
         """What a graph writes, padding included; once outputs are allocated."""
@@ -107,8 +107,8 @@ class GraphRunner:
         queries of too many sequences.
         """
         lens = sorted(self.query_lens, reverse=True)
-        every = [GraphKey(bucket, length) for bucket in self.plan.buckets() for length in lens]
-        return [key for key in every if key.query_len == 1 or key.num_rows <= MOST_ROWS]
+        keys = [GraphKey(bucket, length) for bucket in self.plan.buckets() for length in lens]
+        return [key for key in keys if key.query_len == 1 or key.num_rows <= MOST_ROWS]
 
     @property
     def largest(self) -> GraphKey:

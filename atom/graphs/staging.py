@@ -77,8 +77,8 @@ class StagingBuffer:
         size = values.size
         start = self._claim(size, dtype)
         if start is None:
-            own = torch.from_numpy(np.ascontiguousarray(values, dtype=_DTYPES[dtype]))
-            return upload(own, self.device)
+            whole = torch.from_numpy(np.ascontiguousarray(values, dtype=_DTYPES[dtype]))
+            return upload(whole, self.device)
         self._host_views[dtype][start : start + size] = values.ravel()
         sent = self._sent_views[dtype][start : start + size]
         return sent if values.ndim == 1 else sent.view(values.shape)
@@ -154,10 +154,10 @@ def send_to_host(tensors: Sequence[torch.Tensor]) -> Arriving:
     def arrive() -> list[np.ndarray]:
         if copied is not None:
             copied.synchronize()
-        own, arrays, start = host.numpy().view(np.uint8), [], 0
+        host_bytes, arrays, start = host.numpy().view(np.uint8), [], 0
         for shape, dtype in kinds:
             end = start + shape.numel() * np.dtype(dtype).itemsize
-            arrays.append(own[start:end].view(dtype).reshape(shape))
+            arrays.append(host_bytes[start:end].view(dtype).reshape(shape))
             start = end
         return arrays
 

@@ -62,12 +62,12 @@ class Penalties:
 
     def apply(self, scores: torch.Tensor, counts: TokenCounts) -> None:
         seen, generated = counts.seen(self.slots, self.drafts)
-        own = scores[self.rows]
+        penalised = scores[self.rows]
         factor = torch.where(seen, self.repetition, 1.0)
-        own = torch.where(own > 0, own / factor, own * factor)
-        own -= self.presence * (generated > 0)
-        own -= self.frequency * generated
-        scores[self.rows] = own
+        penalised = torch.where(penalised > 0, penalised / factor, penalised * factor)
+        penalised -= self.presence * (generated > 0)
+        penalised -= self.frequency * generated
+        scores[self.rows] = penalised
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class LogitEdits:
             scores[each.row] = each.apply(scores[each.row])
         if self.masks is not None:
             mask_tokens(scores, *self.masks)
-        for rows, own in self.tokens:
-            scores.index_put_((rows[:, None], own.token_ids), own.values, accumulate=True)
+        for rows, added in self.tokens:
+            scores.index_put_((rows[:, None], added.token_ids), added.values, accumulate=True)
         if self.penalties is not None:
             self.penalties.apply(scores, counts)
         return scores
@@ -173,7 +173,7 @@ class EditsBuilder:
 
     def _list(self, s: SampledRows, listed: _Listed, masks: list[TokenMask]) -> None:
         state, count, first = s.state, len(s.drafts) + 1, len(listed.rows)
-        own = list(range(first, first + count))
+        edited_rows = list(range(first, first + count))
         mask = None
         if state.grammar is not None or state.allowed is not None:
             mask = np.full((count, self._mask_width), -1, dtype=np.int32)
@@ -182,7 +182,7 @@ class EditsBuilder:
             if state.allowed is not None:
                 mask &= state.allowed
             masks.append(mask)
-            listed.masked_rows += own
+            listed.masked_rows += edited_rows
         early = self._early(s, mask)
         if not early and state.needs & EDITS == Needs.MIN_TOKENS:
             return
@@ -191,7 +191,7 @@ class EditsBuilder:
             assert state.bans is not None
             listed.tokens.setdefault(state.bans, []).extend(first + j for j in early)
         if state.bias is not None:
-            listed.tokens.setdefault(state.bias, []).extend(own)
+            listed.tokens.setdefault(state.bias, []).extend(edited_rows)
         for words in state.bad_words:
             if banned := words.rows(state.output_token_ids, s.drafts):
                 listed.tokens.setdefault(words.bans, []).extend(first + j for j in banned)
@@ -199,7 +199,7 @@ class EditsBuilder:
             listed.processed += _processed(s, first)
         if state.penalty_slot is not None:
             start = len(listed.penalised)
-            listed.penalised += own
+            listed.penalised += edited_rows
             listed.owners += [s.row] * count
             listed.slots += [state.penalty_slot] * count
             for j in range(1, count):

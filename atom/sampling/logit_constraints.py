@@ -93,15 +93,15 @@ class ProcessedRow:
         Raises:
             ValueError: when one returns anything but a tensor of that shape.
         """
-        own = scores.cpu()
+        logits = scores.cpu()
         for processor in self.processors:
             wants_prompt = len(inspect.signature(processor).parameters) == 3
             tokens = (self.prompt, self.outputs) if wants_prompt else (self.outputs,)
-            made = processor(*tokens, own)
-            if not isinstance(made, torch.Tensor) or made.shape != own.shape:
+            changed = processor(*tokens, logits)
+            if not isinstance(changed, torch.Tensor) or changed.shape != logits.shape:
                 raise ValueError(
-                    f"a logits processor must return the logits, [{own.shape[0]}], "
-                    f"got {getattr(made, 'shape', type(made).__name__)}"
+                    f"a logits processor must return the logits, [{logits.shape[0]}], "
+                    f"got {getattr(changed, 'shape', type(changed).__name__)}"
                 )
-            own = made
-        return own
+            logits = changed
+        return logits

@@ -66,8 +66,8 @@ def _logprobs_of_rows(
     if n:
         _, top = most_likely(logprobs, n + _TIE_ROOM)
         ids = torch.cat((chosen, top[:, :n]), dim=-1)
-    own = logprobs.gather(-1, chosen)
-    return ids, logprobs.gather(-1, ids), 1 + (logprobs > own).sum(-1)
+    of_chosen = logprobs.gather(-1, chosen)
+    return ids, logprobs.gather(-1, ids), 1 + (logprobs > of_chosen).sum(-1)
 
 
 def as_messages(columns: Sequence[np.ndarray], wanted: Sequence[int]) -> list[TokenLogprobs]:

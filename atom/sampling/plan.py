@@ -172,8 +172,8 @@ def put_synthetic(
     """
     seeds = np.array([state.seed for state in states], dtype=np.int64)
     at = partial(acceptance.counts, seeds, num_drafts=layout.num_drafts)
-    own = positions[layout.logits_indices[layout.first]].astype(np.int64)
-    return SyntheticCounts(staging.put(at(own)), at)
+    newest = positions[layout.logits_indices[layout.first]].astype(np.int64)
+    return SyntheticCounts(staging.put(at(newest)), at)
 
 
 def sampled_rows(

@@ -175,8 +175,8 @@ class SamplingRows:
         """
         if rows is None:
             return SamplingMetadata()
-        own, seeds = gather(self._options, self._seeds, rows, repeats)
-        options = own.unbind(0)
+        gathered, seeds = gather(self._options, self._seeds, rows, repeats)
+        options = gathered.unbind(0)
         return SamplingMetadata(
             temperature=options[_TEMPERATURE],
             top_k=options[_TOP_K].view(torch.int32) if needs & Needs.TOP_K else None,

@@ -225,7 +225,7 @@ class Sampler:
             logits: if they are computed already, on a rank that is alone.
         """
         self._rows.update()
-        in_parts = [self._prompt_logprobs(hidden_states, own) for own in plan.prompts]
+        in_parts = [self._prompt_logprobs(hidden_states, prompt) for prompt in plan.prompts]
         prompt_logprobs = [Logprobs.joined(parts) for parts in in_parts if parts]
         if not plan.states:
             none = plan.logits_indices
@@ -238,8 +238,8 @@ class Sampler:
         if plan.synthetic is not None:
             accepted = plan.synthetic.counts
         if plan.penalised is not None:
-            own, slots = plan.penalised
-            self._rows.counts.add(slots, tokens[own], accepted[own] + 1)
+            indices, slots = plan.penalised
+            self._rows.counts.add(slots, tokens[indices], accepted[indices] + 1)
         return Verified(sampled, tokens, accepted, logprobs, prompt_logprobs)
 
     def update_rows(self) -> None:
@@ -385,8 +385,8 @@ class Sampler:
         Args:
             arrays: `Verified.tensors` as host arrays.
         """
-        rest = iter(arrays)
-        tokens, accepted = next(rest).tolist(), next(rest).tolist()
+        remaining = iter(arrays)
+        tokens, accepted = next(remaining).tolist(), next(remaining).tolist()
         token_ids = [row[: count + 1] for row, count in zip(tokens, accepted, strict=True)]
         failures: list[str | None] = [None] * len(token_ids)
         for s, (state, good) in enumerate(zip(plan.states, token_ids, strict=True)):
@@ -404,14 +404,16 @@ class Sampler:
                 del good[admitted:]
         logprobs: list[list[TokenLogprobs] | None] = [None] * len(token_ids)
         if plan.logprob_rows is not None:
-            logprobs = self._take_logprobs(plan, plan.logprob_rows[1], token_ids, rest)
+            logprobs = self._take_logprobs(plan, plan.logprob_rows[1], token_ids, remaining)
         return Sampled(
             token_ids,
             accepted,
             failures,
             logprobs,
             {
-                p.index: as_messages([next(rest) for _ in range(3)], [p.wanted] * p.num_targets)
+                p.index: as_messages(
+                    [next(remaining) for _ in range(3)], [p.wanted] * p.num_targets
+                )
                 for p in plan.prompts
             },
         )
@@ -443,14 +445,14 @@ class Sampler:
             if (prompt := put_prompt(i, sequences[i], self._rows[sequences[i].row], ends, staging))
         ]
 
-    def _prompt_logprobs(self, hidden_states: torch.Tensor, own: PromptRows) -> list[Logprobs]:
+    def _prompt_logprobs(self, hidden_states: torch.Tensor, prompt: PromptRows) -> list[Logprobs]:
         """Of a prompt's tokens, in parts; empty on a rank that only takes part in the logits."""
         parts = []
-        for start in range(0, own.num_targets, _PROMPT_LOGPROB_ROWS):
-            end = min(start + _PROMPT_LOGPROB_ROWS, own.num_targets)
-            logits = self._compute_logits(hidden_states[own.first + start : own.first + end])
+        for start in range(0, prompt.num_targets, _PROMPT_LOGPROB_ROWS):
+            end = min(start + _PROMPT_LOGPROB_ROWS, prompt.num_targets)
+            logits = self._compute_logits(hidden_states[prompt.first + start : prompt.first + end])
             if self._group.rank == 0:
-                parts.append(compute_logprobs(logits, own.targets[start:end], own.wanted))
+                parts.append(compute_logprobs(logits, prompt.targets[start:end], prompt.wanted))
         return parts
 
     def _take_logprobs(

@@ -76,13 +76,13 @@ class Drafter:
         self.has_lookup = lookup is not None
         self.drafts_after_lookup = self.has_lookup and sync_is_free
         self.drafts_within_grammars = grammars is not None and sync_is_free
-        own = proposer.lookahead.num_tokens
-        self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
+        num_proposed = proposer.lookahead.num_tokens
+        self.max_drafts = num_proposed if lookup is None else max(lookup.max_drafts, num_proposed)
         self.tokens_lost_by_overlap: list[float] = []
         self._is_ahead = is_ahead
         self._lookup = lookup
         self._lookup_source = source if lookup is None else lookup.source
-        self._policy = policy or FixedDrafts(own, self.max_drafts)
+        self._policy = policy or FixedDrafts(num_proposed, self.max_drafts)
         self._grammars = grammars
         # Of the step that was merged last.
         self._merged = DraftNumbers()
@@ -173,13 +173,14 @@ class Drafter:
         assert self._lookup is not None
         if self.is_at_rest:
             if self._lookup.shares:
-                for row, own in zip(rows, histories, strict=True):
-                    self._lookup.take_in(row, *own)
+                for row, history in zip(rows, histories, strict=True):
+                    self._lookup.take_in(row, *history)
             return [None] * len(rows)
         rival = self._accepted if self.proposer.reads_steps else 0.0
         if not self._is_ahead:
-            every = [self._lookup.find(row, *own) for row, own in zip(rows, histories, strict=True)]
-            return [each if each.score > rival else None for each in every]
+            pairs = zip(rows, histories, strict=True)
+            newest = [self._lookup.find(row, *history) for row, history in pairs]
+            return [each if each.score > rival else None for each in newest]
         found: list[Continuation | None] = []
         self.tokens_lost_by_overlap = []
         most = self._lookup.max_drafts
@@ -219,8 +220,8 @@ class Drafter:
         self._merged = numbers
         if self._policy.is_resting and allowed is None:
             return [([], self.source)] * len(rows)
-        own = _of_proposer(made, len(rows), numbers.least)
-        drafts, sources = list(own), [self.source] * len(rows)
+        proposed = _of_proposer(made, len(rows), numbers.least)
+        drafts, sources = list(proposed), [self.source] * len(rows)
         expected = [0.0] * len(rows)
         for i, each in enumerate(found):
             if each is not None:
@@ -228,9 +229,11 @@ class Drafter:
                 drafts[i], expected[i] = likely.token_ids, likely.score
                 sources[i] = self._lookup_source
             elif self._lookup is not None and (launched is None or launched[i] is None):
-                room = numbers.asked - len(own[i])
-                if own[i] and room > 0:
-                    drafts[i] = own[i] + self._lookup.extend(rows[i], own[i], room).token_ids
+                room = numbers.asked - len(proposed[i])
+                if proposed[i] and room > 0:
+                    drafts[i] = (
+                        proposed[i] + self._lookup.extend(rows[i], proposed[i], room).token_ids
+                    )
         if allowed is not None:
             for i, draft in allowed.finish(drafts).items():
                 sources[i] = GRAMMAR if draft.is_forced else sources[i]

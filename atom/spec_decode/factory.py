@@ -95,15 +95,15 @@ def create_drafter(
         lookup = SuffixLookup("lookup" if options.lookup else options.method, most, recent)
     policy: DraftPolicy | None = None
     if options.adaptive:
-        own = proposer.lookahead.num_tokens
+        num_proposed = proposer.lookahead.num_tokens
         # Few numbers, since each is captured or recorded.
-        numbers = {0, own} if captured else {*spread_numbers(own)}
+        numbers = {0, num_proposed} if captured else {*spread_numbers(num_proposed)}
         choices = sorted({*numbers, most})
         policy = AdaptiveDrafts(
             choices,
             options.method,
             "" if lookup is None else lookup.source,
-            made=own if proposer.reads_steps else 0,
+            made=num_proposed if proposer.reads_steps else 0,
             padded=[n - 1 for n in captured] or (choices if is_ahead else ()),
             row_guess=ROW_OF_CPU if sync_is_free else ROW_OF_GPU,
             recording=None if recorder is None else lambda: 2 * recorder.seconds_to_record,

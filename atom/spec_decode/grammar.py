@@ -129,9 +129,9 @@ class GrammarGuide:
                 continue
             with walker.walk.timed():
                 allowed = torch.from_numpy(walker.walk.allowed())
-            own = allowed[: logits.shape[1]] if target_ids is None else allowed[target_ids]
-            if own.any():
-                logits[walker.index].masked_fill_(~own, -torch.inf)
+            permitted = allowed[: logits.shape[1]] if target_ids is None else allowed[target_ids]
+            if permitted.any():
+                logits[walker.index].masked_fill_(~permitted, -torch.inf)
 
     def take(self, token_ids: torch.Tensor) -> None:
         """Write the drafts that follow from those that were chosen, [S] int64."""
@@ -196,10 +196,10 @@ class GrammarDrafter:
             return
         with ExitStack() as walks:
             walkers = []
-            for index, (row, state, own) in enumerate(zip(rows, grammars, outputs, strict=True)):
+            for index, (row, state, output) in enumerate(zip(rows, grammars, outputs, strict=True)):
                 walk = None if state is None else walks.enter_context(state.ahead())
                 if walk is not None:
-                    walkers.append(_Walker(index, walk, self._read(row, walk.spelling, own)))
+                    walkers.append(_Walker(index, walk, self._read(row, walk.spelling, output)))
             yield GrammarDrafts(walkers, self._most)
 
     def _read(self, row: int, spelling: Spelling, outputs: Sequence[int]) -> _Text:

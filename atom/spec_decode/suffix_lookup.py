@@ -97,8 +97,8 @@ class SuffixLookup:
     @property
     def num_tokens(self) -> int:
         """Tokens held in all indexes."""
-        own = sum(len(text.index) for text in self._texts.values())
-        return own if self._recent is None else own + self._recent.num_tokens
+        num_live = sum(len(text.index) for text in self._texts.values())
+        return num_live if self._recent is None else num_live + self._recent.num_tokens
 
     def start(self, new: Sequence[NewSequence]) -> None:
         """Learn of sequences that start or resume."""

@@ -112,17 +112,17 @@ class _CarriedIndices:
         owners = np.concatenate(
             (np.arange(len(ahead)), np.repeat(np.arange(len(ahead)), num_drafts))
         )
-        own = ahead[owners]
+        of_tokens = ahead[owners]
         begins = np.cumsum(num_drafts) - num_drafts
         later = np.arange(num_drafts.sum()) - np.repeat(begins, num_drafts)
         offsets = np.concatenate((np.zeros(len(ahead), dtype=np.int64), later + 1))
         indices = np.array(layout.indices, dtype=np.int64)[ahead]
         targets = np.concatenate((indices, ahead[owners[len(ahead) :]] * layout.most + later))
         columns = (
-            rows[own],
+            rows[of_tokens],
             offsets,
-            first[own] + offsets,
-            layout.first[own] + offsets,
+            first[of_tokens] + offsets,
+            layout.first[of_tokens] + offsets,
             targets,
             query_lens[indices][owners],
         )
@@ -245,9 +245,9 @@ class CarriedRows:
         self._take(self._carried, inputs, plan.taken, plan.num_newest, tables.on_device, block_size)
         if plan.acceptance is not None:
             assert sample.synthetic is not None
-            own = plan.acceptance
-            less = own.most - self._carried.positions[plan.taken[0, : plan.num_newest]]
-            sample.synthetic.counts[own.which] = own.counts.gather(0, less[None])[0]
+            acceptance = plan.acceptance
+            less = acceptance.most - self._carried.positions[plan.taken[0, : plan.num_newest]]
+            sample.synthetic.counts[acceptance.which] = acceptance.counts.gather(0, less[None])[0]
 
     def leave(
         self,

@@ -47,7 +47,7 @@ class BatchShape:
         starts = [s.start for s in sequences]
         count, self.longest_query = len(sequences), max(lens)
         self.graph = fit(count, self.longest_query, max(starts))
-        own = np.array(lens)
+        num_tokens = np.array(lens)
         if self.graph is not None:
             self.longest_query = self.graph.query_len
             lens = [self.longest_query] * count
@@ -58,11 +58,12 @@ class BatchShape:
         self.longest_context = max(self.context_lens)
         self.rows = np.array([s.row for s in sequences])
         begins = np.cumsum(lens) - lens
-        self.ends = begins + own
-        within = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
-        self.token_rows = within + np.repeat(begins, own)
-        self.positions = within + np.repeat(np.array(starts), own)
-        self.owners = np.repeat(self.rows, own)
+        self.ends = begins + num_tokens
+        first = np.cumsum(num_tokens) - num_tokens
+        within = np.arange(num_tokens.sum()) - np.repeat(first, num_tokens)
+        self.token_rows = within + np.repeat(begins, num_tokens)
+        self.positions = within + np.repeat(np.array(starts), num_tokens)
+        self.owners = np.repeat(self.rows, num_tokens)
 
 
 class InputBuffers:
@@ -151,8 +152,9 @@ class GraphInput:
         It has metadata of its own in each run of a capture. Otherwise the captured run would find
         tensors that a warm-up run derived, and the graph would not recompute them.
         """
-        own = self.model_input
-        attention = replace(own.attention)
+        model_input = self.model_input
+        attention = replace(model_input.attention)
         tables = self.tables, self.rows, attention.block_tables
-        input_ids, positions = self.take(*tables, own.input_ids, own.positions, self.sources)
+        rows = model_input.input_ids, model_input.positions, self.sources
+        input_ids, positions = self.take(*tables, *rows)
         return ModelInput(input_ids, positions, attention)

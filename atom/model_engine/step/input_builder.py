@@ -335,10 +335,10 @@ class InputBuilder:
     def _fill(
         self, buffers: InputBuffers, sequences: Sequence[ScheduledSequence], shape: BatchShape
     ) -> None:
-        count, size, own = shape.num_sequences, self._block_size, shape.token_rows
-        buffers.input_ids[own] = [token for s in sequences for token in s.token_ids]
-        buffers.positions[own] = shape.positions
-        buffers.slots[own] = self._tables.slots_at(shape.owners, shape.positions, size)
+        count, size, token_rows = shape.num_sequences, self._block_size, shape.token_rows
+        buffers.input_ids[token_rows] = [token for s in sequences for token in s.token_ids]
+        buffers.positions[token_rows] = shape.positions
+        buffers.slots[token_rows] = self._tables.slots_at(shape.owners, shape.positions, size)
         buffers.rows[:count] = buffers.state_rows[:count] = shape.rows
         buffers.context_lens[:count] = shape.context_lens
         buffers.block_counts[:count] = [s.num_blocks for s in sequences]

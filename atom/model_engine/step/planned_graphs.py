@@ -60,11 +60,11 @@ def plan_graphs(
 ) -> GraphRunner:
     """The graph runner with the graphs that the options want, nothing captured yet."""
     config = rank.config
-    options, own = config.speculative, lookahead.num_tokens
+    options, num_drafts = config.speculative, lookahead.num_tokens
     varying = options is not None and (options.adaptive or options.looks_up)
-    lens = query_lengths(own, varying=varying)
+    lens = query_lengths(num_drafts, varying=varying)
     if options is not None and options.lookup:
-        lens = tuple(sorted({1 + own, *query_lengths(MAX_SPECULATIVE_TOKENS, varying=True)}))
+        lens = tuple(sorted({1 + num_drafts, *query_lengths(MAX_SPECULATIVE_TOKENS, varying=True)}))
     plan = GraphPlan(
         backend,
         config.graphs.capture_sizes or default_batch_sizes(config.scheduler.max_num_seqs),

@@ -233,9 +233,9 @@ class RecordedSteps(StepRunner):
 
 def _inputs(step: StepInput) -> tuple[torch.Tensor | None, ...]:
     """What is read whatever the choice of tokens is."""
-    given = step.model_input
-    rows = given.input_ids, given.positions, step.next_token_ids, step.draft_sampling_rows
-    return *rows, *given.attention.tensors
+    model_input = step.model_input
+    rows = model_input.input_ids, model_input.positions, step.next_token_ids
+    return *rows, step.draft_sampling_rows, *model_input.attention.tensors
 
 
 def _with_unknown_lengths(step: StepInput) -> StepInput:

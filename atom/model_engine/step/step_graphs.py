@@ -232,10 +232,17 @@ class StepGraphs(StepRunner):
     def _choosing(self, key: SampleGraphKey) -> Callable[[], Sequence[torch.Tensor]]:
         """The captured work of a choice -> tokens, accepted drafts and `last_rows`."""
         bucket = Bucket(key.batch_size, self._target.plan.context_bounds[0])
-        given = self._inputs.graph_input(bucket, key.query_len)
-        ids, positions = given.model_input.input_ids, given.model_input.positions
-        every = torch.arange(len(ids), device=ids.device)
-        rows = DecodeRows(given.rows, ids, positions, every, given.num_drafts, given.next_token_ids)
+        graph_input = self._inputs.graph_input(bucket, key.query_len)
+        ids, positions = graph_input.model_input.input_ids, graph_input.model_input.positions
+        places = torch.arange(len(ids), device=ids.device)
+        rows = DecodeRows(
+            graph_input.rows,
+            ids,
+            positions,
+            places,
+            graph_input.num_drafts,
+            graph_input.next_token_ids,
+        )
         hidden = self._target.output(GraphKey(bucket, key.query_len)).hidden_states
         kept = self._kept_of(key)
         accepted = kept.accepted if self._synthetic and key.query_len > 1 else None
@@ -244,27 +251,29 @@ class StepGraphs(StepRunner):
     def _drafting(self, key: DraftKey) -> Callable[[], Sequence[torch.Tensor]]:
         """The captured work of drafts."""
         graph = key.target
-        given = self._inputs.graph_input(graph.bucket, graph.query_len)
+        graph_input = self._inputs.graph_input(graph.bucket, graph.query_len)
         output, kept = self._target.output(graph), self._kept_of(graph)
 
         def propose() -> Sequence[torch.Tensor]:
-            view = self._verified(given, output, kept, key.is_sampled)
+            view = self._verified(graph_input, output, kept, key.is_sampled)
             return self._proposer.propose(view, key.num_drafts).tensors
 
         return propose
 
     def _verified(
-        self, given: GraphInput, output: ModelOutput, kept: _Kept, is_sampled: bool
+        self, graph_input: GraphInput, output: ModelOutput, kept: _Kept, is_sampled: bool
     ) -> VerifiedStep:
         """A step of all the graph's sequences; it has metadata of its own in each run."""
-        own = given.model_input
-        assert given.next_token_ids is not None
+        model_input = graph_input.model_input
+        assert graph_input.next_token_ids is not None
         return VerifiedStep(
             [],
-            ModelInput(own.input_ids, own.positions, replace(own.attention)),
+            ModelInput(
+                model_input.input_ids, model_input.positions, replace(model_input.attention)
+            ),
             output,
-            given.next_token_ids,
+            graph_input.next_token_ids,
             kept.last_rows,
             None,
-            self._sampler.draft_sampling_of_decode_rows(given.rows) if is_sampled else None,
+            self._sampler.draft_sampling_of_decode_rows(graph_input.rows) if is_sampled else None,
         )

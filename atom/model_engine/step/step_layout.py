@@ -89,10 +89,11 @@ class StepLayout:
         counts = None if sample.synthetic is None else sample.synthetic.counts
         optional = (sample.drafts, sample.positions, counts)
         places = [staging.host_array(t) for t in tensors]
-        others = [None if t is None else staging.host_array(t) for t in optional]
+        optional_arrays = [None if t is None else staging.host_array(t) for t in optional]
         known = [place for place in places if place is not None]
         if len(known) < len(tensors) or any(
-            (t is None) != (array is None) for t, array in zip(optional, others, strict=True)
+            (t is None) != (array is None)
+            for t, array in zip(optional, optional_arrays, strict=True)
         ):
             return None
         lens = [len(s.token_ids) for s in sequences]
@@ -108,7 +109,7 @@ class StepLayout:
             offsets,
             slice(None) if step.graph is None else where,
             tuple(known),
-            *(others[0], others[1], others[2]),
+            *(optional_arrays[0], optional_arrays[1], optional_arrays[2]),
             later,
             owners[later] * sample.layout.most + offsets[later] - 1,
         )

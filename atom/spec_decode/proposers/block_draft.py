@@ -75,9 +75,15 @@ def create_block(
         ConfigError: for more drafts than a block has.
     """
     assert options.model is not None
-    said = options.aux_layer_convention, options.quantization
-    loaded_for = DraftTarget(target, source, context, config.model, *said)
-    draft = load_block_draft(options.model, loaded_for, options.method)
+    draft_target = DraftTarget(
+        target,
+        source,
+        context,
+        config.model,
+        options.aux_layer_convention,
+        options.quantization,
+    )
+    draft = load_block_draft(options.model, draft_target, options.method)
     if options.num_speculative_tokens > draft.config.max_drafts:
         raise ConfigError(
             f"num_speculative_tokens={options.num_speculative_tokens} is more than the "

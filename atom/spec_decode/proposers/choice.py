@@ -66,8 +66,8 @@ class DraftSampler:
         )
         if guide is not None:
             guide.restrict(logits, self.token_ids)
-        how = self.temperature_scale, ahead, self.confident
-        chosen = Chosen(*self._op(logits, options, self.token_ids, *how))
+        token_ids, scale = self.token_ids, self.temperature_scale
+        chosen = Chosen(*self._op(logits, options, token_ids, scale, ahead, self.confident))
         if guide is not None:
             guide.take(chosen.token_ids)
         return chosen
