@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -287,11 +288,27 @@ def test_attention_refuses_what_makes_no_sense() -> None:
             op(wrong, cache, metadata, 1.0, None)
 
 
-def test_attention_refuses_padding_that_it_would_read() -> None:
-    cache, metadata = paged([(2, 20)], 1, 64, 16)
-    padded = replace(metadata, padding_lens=torch.tensor([1], dtype=torch.int32))
-    with pytest.raises(ValueError, match="cannot leave out what only pads a graph"):
-        attention.paged_attention(random(2, 1, 64), cache, padded, 0.125, None)
+@pytest.mark.parametrize(("real", "padding", "context"), [(1, 3, 20), (3, 1, 130), (2, 15, 33)])
+@pytest.mark.parametrize("op", [attention.paged_attention, attention.block_attention])
+def test_what_pads_a_graph_is_not_read(op: Any, real: int, padding: int, context: int) -> None:
+    """Nobody wrote its keys: they may be another sequence's NaN."""
+    shapes = (2, 64, 16)
+    cache, alone = paged([(2, 9), (real, context)], *shapes)
+    padded_cache, padded = paged([(2, 9), (real + padding, context + padding)], *shapes)
+    lens = torch.tensor([0, padding], dtype=torch.int32)
+    blocks = [own.block_tables[1] for own in (alone, padded)]
+    for mine, theirs in ((padded_cache.key, cache.key), (padded_cache.value, cache.value)):
+        mine.fill_(torch.nan)
+        for row in range(2):
+            for block in range(int(alone.block_counts[row])):
+                ours = int(padded.block_tables[row, block])
+                mine[ours] = theirs[int(alone.block_tables[row, block])]
+        end = context % 16
+        if end:
+            mine[int(blocks[1][context // 16]), end:] = torch.nan
+    q = random(2 + real + padding, 4, 64)
+    got = op(q, padded_cache, replace(padded, padding_lens=lens), 0.125, None)
+    assert torch.equal(got[: 2 + real], op(q[: 2 + real], cache, alone, 0.125, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

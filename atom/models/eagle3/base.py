@@ -188,17 +188,15 @@ class Eagle3Draft(SharingDraft):
         Returns:
             What the head reads, and what the next draft step does, both [T, hidden].
         """
-        x, residual = self.midlayer(self._embeds(input_ids, images), hidden, positions, metadata)
+        embeds = self.embed(input_ids)
+        if images is not None:
+            embeds = images.fill(embeds)
+        x, residual = self.midlayer(embeds, hidden, positions, metadata)
         for layer in self._deeper:
             x, residual = layer.enter(x, residual)
             x, residual = layer(x, residual, positions, metadata, self.midlayer.rotary)
         normed, total = self.norm.add(x, residual)
         return normed, normed if self.config.norm_output else total
-
-    def _embeds(self, input_ids: torch.Tensor, images: ImageRows | None) -> torch.Tensor:
-        """[T] -> [T, hidden], where rows of images have the target's of these."""
-        embeds = self.embed(input_ids)
-        return embeds if images is None else images.fill(embeds)
 
     def write_kv(
         self,
@@ -209,7 +207,9 @@ class Eagle3Draft(SharingDraft):
         images: ImageRows | None = None,
     ) -> None:
         """Write the KV cache like `forward`; the last layer computes only keys and values."""
-        embeds = self._embeds(input_ids, images)
+        embeds = self.embed(input_ids)
+        if images is not None:
+            embeds = images.fill(embeds)
         if not self._deeper:
             self.midlayer.write_kv(embeds, hidden, positions, metadata)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
@@ -122,6 +123,8 @@ def _attend(
     tokens, heads, head_dim = q.shape
     key, value = kv_cache.key, kv_cache.value
     num_blocks, block_size, kv_heads, key_dim = key.shape
+    if metadata.padding_lens is not None:
+        metadata = without_padding(metadata)
     tables, lens, starts = (
         metadata.block_tables,
         metadata.context_lens,
@@ -181,21 +184,34 @@ def check_indices(op: str, metadata: AttentionMetadata) -> None:
     """Check what says where each sequence's tokens are.
 
     Raises:
-        ValueError: for other types than the kernels read, and for graphs' padding, which they
-            would read as tokens.
+        ValueError: for other types than the kernels read.
     """
     tables, lens, starts = metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q
-    if not (_is_index(tables) and _is_index(lens) and _is_index(starts)):
+    if not all(x.dtype is torch.int32 and x.is_contiguous() for x in (tables, lens, starts)):
         raise mismatch(op, tables=tables, context_lens=lens, starts=starts)
-    if metadata.padding_lens is not None:
-        raise ValueError(
-            f"{op} in C++ cannot leave out what only pads a graph, and got padding_lens; choose "
-            f"torch's, or capture no graph"
+
+
+def without_padding(metadata: AttentionMetadata) -> AttentionMetadata:
+    """The same rows, where those that pad a graph's sequences are sequences of their own: no other
+    row is computed with keys that nobody wrote.
+    """
+    padding = metadata.padding_lens
+    assert padding is not None
+
+    def split() -> AttentionMetadata:
+        starts, ends = metadata.cu_seqlens_q[:-1], metadata.cu_seqlens_q[1:]
+        begins = torch.stack((starts, ends - padding), dim=1).flatten()
+        lens = torch.stack((metadata.context_lens - padding, padding.clamp(min=1)), dim=1)
+        return replace(
+            metadata,
+            block_tables=metadata.block_tables.repeat_interleave(2, dim=0),
+            block_counts=metadata.block_counts.repeat_interleave(2),
+            context_lens=lens.flatten(),
+            cu_seqlens_q=torch.cat((begins, ends[-1:])),
+            padding_lens=None,
         )
 
-
-def _is_index(x: torch.Tensor) -> bool:
-    return x.dtype is torch.int32 and x.is_contiguous()
+    return metadata.derive("without padding", split)
 
 
 def describe_sequence(metadata: AttentionMetadata, sequence: int, num_blocks: int) -> str:

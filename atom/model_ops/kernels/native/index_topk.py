@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
-from atom.model_ops.kernels.native.attention import check_indices, describe_sequence
+from atom.model_ops.kernels.native.attention import (
+    check_indices,
+    describe_sequence,
+    without_padding,
+)
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads
 from atom.model_ops.registry import OpQuery
 
@@ -34,6 +38,8 @@ def index_topk(
     tokens, heads, size = q.shape
     keys = kv_cache.latent
     num_blocks, block_size, key_size = keys.shape
+    if metadata.padding_lens is not None:
+        metadata = without_padding(metadata)
     tables, lens, starts = metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q
     if (
         key_size != size

@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 
 from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
-from atom.model_ops.kernels.native.attention import check_indices, describe_sequence, is_scale
+from atom.model_ops.kernels.native.attention import (
+    check_indices,
+    describe_sequence,
+    is_scale,
+    without_padding,
+)
 from atom.model_ops.kernels.native.attention import refuses as refuses_storage
 from atom.model_ops.kernels.native.bindings import (
     Kernels,
@@ -87,6 +92,8 @@ def mla_attention(
     num_blocks, block_size, width = cache.shape
     rope = width - rank
     nope = head_dim - rope
+    if metadata.padding_lens is not None:
+        metadata = without_padding(metadata)
     tables, lens, starts = metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q
     sequences, table_width = tables.shape
     dtype = q.dtype
