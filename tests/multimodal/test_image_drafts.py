@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from atom.config import ConfigError
 from atom.model_engine.start_up import kv_memory
 from atom.model_ops.attention.metadata import ImageRows
+from atom.models.vision.kimi_k25 import KimiImageEncoder
 
 # What the image of 6 rows says, and another one.
 SAID, OTHER = [17, 4, 33, 8, 21, 40], [17, 4, 33, 8, 21, 39]
@@ -162,6 +163,8 @@ def test_the_largest_steps_are_full_of_images(
 
     monkeypatch.setattr(kv_memory, "kv_cache_budget", budget)
     monkeypatch.setattr(ImageRows, "fill", counting)
+    # The real one takes seconds.
+    monkeypatch.setattr(KimiImageEncoder, "largest_input", lambda _: ((4, 3, 14, 14), (2, 2)))
     sizes = {"max_model_len": 40, "max_num_batched_tokens": 64, "max_num_seqs": 2}
     with create(kimi, **MTP, kv_cache_memory=None, mm_cache_memory=0, **sizes):
         # By the target, and by the prediction layer.
