@@ -52,6 +52,14 @@ class ClampedGate:
     limit: float
 
 
+@dataclass(frozen=True)
+class SituGate:
+    """Between products: the op `situ_and_mul` (Kimi-K3)."""
+
+    beta: float
+    linear_beta: float
+
+
 class TopKRouter(nn.Module):
     """Chooses each token's experts; its sums and what follows are in float32."""
 
@@ -91,6 +99,13 @@ class TopKRouter(nn.Module):
         return out
 
 
+_OPS: dict[type, str] = {
+    type(None): "moe_experts",
+    ClampedGate: "clamped_experts",
+    SituGate: "situ_experts",
+}
+
+
 class FusedMoE(nn.Module):
     """The gated MLPs of all experts.
 
@@ -102,7 +117,7 @@ class FusedMoE(nn.Module):
         shared: the checkpoint's name of an expert that every token visits, as `routing.has_shared`
             says; its weights follow those of the others. None if it is a layer of its own. It is
             stored like the others, or not quantised where the op takes that (`OpChoice`).
-        gate: None for silu without biases.
+        gate: None for silu.
 
     Attributes:
         num_experts: of all ranks, without a shared one.
@@ -132,7 +147,7 @@ class FusedMoE(nn.Module):
         context: LayerContext,
         prefix: str,
         shared: str | None = None,
-        gate: ClampedGate | None = None,
+        gate: ClampedGate | SituGate | None = None,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -166,14 +181,15 @@ class FusedMoE(nn.Module):
         except ValueError as error:
             raise ValueError(f"{prefix}: {error}") from error
         self._gate = gate
+        self._is_clamped = isinstance(gate, ClampedGate)
         # Of ranks that share every expert, one adds the bias.
         self._adds_bias = context.experts.size > 1 or context.group.rank == 0
-        if gate is not None:
+        if self._is_clamped:
             self.w13_bias = context.empty(self._held.count, 2 * share.size)
             self.w2_bias = context.empty(self._held.count, hidden_size)
         form = self._storages["w13"].format
         self.choice = resolve_product(
-            "moe_experts" if gate is None else "clamped_experts",
+            _OPS[type(gate)],
             form,
             context,
             num_experts=self._held.count + self._has_plain,
@@ -213,7 +229,7 @@ class FusedMoE(nn.Module):
         else:
             return None
         is_stored = stored in self._storages[matrix].stored
-        is_bias = stored == "bias" and self._gate is not None
+        is_bias = stored == "bias" and self._is_clamped
         return (f"{matrix}_{stored}", shard) if is_stored or is_bias else None
 
     def weight_shards(self, name: str) -> tuple[str, ...]:
@@ -247,7 +263,7 @@ class FusedMoE(nn.Module):
             self._plain[matrix].load("weight", tensor, self._parts[part])
             return
         matrix, _, stored = name.partition("_")
-        if stored == "bias" and self._gate is not None:
+        if stored == "bias" and self._is_clamped:
             self._load_bias(matrix, tensor, shard)
             return
         storage = self._storages[matrix]
@@ -293,7 +309,7 @@ class FusedMoE(nn.Module):
     ) -> None:
         """Load both matrices of `w13`, or the one of `w2`, of one expert or of all held here."""
         storage = self._storages[matrix]
-        is_turned = self._gate is not None and stored == "weight"
+        is_turned = self._is_clamped and stored == "weight"
         if is_turned:
             tensor = tensor.transpose(-1, -2)
         if matrix == "w2":
@@ -332,7 +348,7 @@ class FusedMoE(nn.Module):
     def process_after_loading(self) -> None:
         """Convert quantised weights, and all to the layout that the op reads."""
         w13, w2 = self._storages.values()
-        if self._gate is not None and not self._adds_bias:
+        if self._is_clamped and not self._adds_bias:
             self.w2_bias.data.zero_()
         if w13.format is not None:
             self._prepared = take_weights(w13, self.choice), take_weights(w2, self.choice)
@@ -384,11 +400,14 @@ class FusedMoE(nn.Module):
         """The same with ids among this rank's experts; their number for one elsewhere."""
         w13, w2 = self._weights()
         out: torch.Tensor
-        if self._gate is not None:
-            biases, gate = (self.w13_bias, self.w2_bias), self._gate
+        gate, elsewhere = self._gate, self._held.elsewhere
+        if isinstance(gate, ClampedGate):
+            biases = self.w13_bias, self.w2_bias
             out = self._experts(x, w13, w2, *biases, weights, ids, gate.alpha, gate.limit)
+        elif gate is not None:
+            out = self._experts(x, w13, w2, weights, ids, elsewhere, gate.beta, gate.linear_beta)
         else:
-            out = self._experts(x, w13, w2, weights, ids, self._held.elsewhere)
+            out = self._experts(x, w13, w2, weights, ids, elsewhere)
         return out
 
     def _weights(self) -> tuple[Any, Any]:

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 # Where both are stored alike.
 PACKED_ATTENTION = {"qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
-# For the norms between the low-rank projections, independent of rms_norm_eps.
-_LATENT_NORM_EPS = 1e-6
 
 
 class DeepseekV2Attention(Sublayer):
@@ -69,7 +67,7 @@ class DeepseekV2Attention(Sublayer):
         self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.rank: int = config.kv_lora_rank
         self.has_low_rank_queries = config.q_lora_rank is not None
-        self.kv_a_layernorm = RMSNorm(self.rank, _LATENT_NORM_EPS, context)
+        self.kv_a_layernorm = RMSNorm(self.rank, self.latent_eps(config), context)
         self._create_projections(config, context, prefix)
         self.kv_b_proj = LatentUpProjection(
             config.num_attention_heads,
@@ -99,6 +97,11 @@ class DeepseekV2Attention(Sublayer):
         """The factor on products of queries and keys."""
         return attention_scale(config)
 
+    @staticmethod
+    def latent_eps(config: PretrainedConfig) -> float:
+        """For the norms between the low-rank projections, independent of rms_norm_eps."""
+        return 1e-6
+
     @property
     def reader(self) -> LinearBase | None:
         return self.qkv_a_proj if self.is_merged else None
@@ -122,7 +125,7 @@ class DeepseekV2Attention(Sublayer):
         downs = {"kv_a_proj_with_mqa": self.rank + self.rope_dim}
         if self.has_low_rank_queries:
             rank = config.q_lora_rank
-            self.q_a_layernorm = RMSNorm(rank, _LATENT_NORM_EPS, context)
+            self.q_a_layernorm = RMSNorm(rank, self.latent_eps(config), context)
             self.q_b_proj = ColumnParallelLinear(rank, rows, False, context, f"{prefix}.q_b_proj")
             downs = {"q_a_proj": rank, **downs}
         else:

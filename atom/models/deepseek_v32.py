@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
 
 from atom.config import ConfigError
-from atom.model_ops.attention.metadata import AttentionMetadata
+from atom.model_ops.attention.metadata import DRAFT_CHOICE, AttentionMetadata
 from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.attention.sparse import Indexer, SparseMLAAttention
 from atom.model_ops.layer_context import LayerContext
@@ -26,14 +25,15 @@ from atom.models.deepseek_v2 import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-logger = logging.getLogger(__name__)
-
 # What the last indexer of a pass chose, for layers that share it.
 _CHOSEN = "chosen tokens"
 
 
 class DeepseekV32Attention(DeepseekV2Attention):
     """MLA to the tokens that an indexer chooses: the layer's own, or that of a layer before.
+
+    A prediction layer may reuse its choice for a first draft in the passes for those behind it
+    (`index_share_for_mtp_iteration`), whose own tokens are not among it.
 
     Attributes:
         indexer: None in a layer that shares the choice of the last one that has one.
@@ -54,12 +54,13 @@ class DeepseekV32Attention(DeepseekV2Attention):
                 f"{config.model_type} with index_head_dim={config.index_head_dim}: it should be at "
                 f"least qk_rope_head_dim={config.qk_rope_head_dim}, which is rotated"
             )
-        drafts = layer_id >= config.num_hidden_layers and context.device.type != "meta"
-        if drafts and getattr(config, "index_share_for_mtp_iteration", False):
-            logger.info(
-                "%s: draft steps choose their own tokens to attend to; the checkpoint would reuse "
-                "the first step's choice (index_share_for_mtp_iteration)",
-                prefix,
+        drafts = layer_id >= config.num_hidden_layers
+        self._keeps_choice = drafts and getattr(config, "index_share_for_mtp_iteration", False)
+        if self._keeps_choice and config.num_nextn_predict_layers != 1:
+            raise ConfigError(
+                f"{config.model_type} with index_share_for_mtp_iteration and "
+                f"num_nextn_predict_layers={config.num_nextn_predict_layers} is not supported; one "
+                f"prediction layer is"
             )
         self.indexer = None
         self.is_shared = shares_choice(config, layer_id + 1)
@@ -91,12 +92,18 @@ class DeepseekV32Attention(DeepseekV2Attention):
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
         low, latent, k_rope = self._project_down(x)
+        chosen: AttentionMetadata | None
         if self.indexer is None:
-            chosen: AttentionMetadata | None = metadata.derive(_CHOSEN, _nothing_to_share)
+            chosen = metadata.derive(_CHOSEN, _nothing_to_share)
+        elif self._keeps_choice and metadata.draft_choice is not None:
+            chosen = metadata.draft_choice
+            self.indexer.write(x, positions, metadata, rotary)
         else:
             chosen = self.indexer(x, unrounded(low), positions, metadata, rotary)
             if self.is_shared:
                 metadata.leave(_CHOSEN, chosen)
+            if self._keeps_choice:
+                metadata.leave(DRAFT_CHOICE, chosen)
         rows = self._queries(low), latent, k_rope, self.kv_b_proj.by_head()
         out: torch.Tensor = self.o_proj(
             self.attn.attend_to(chosen, *rows, positions, metadata, rotary)

@@ -58,7 +58,6 @@ class KimiDeltaAttention(Sublayer):
 
     def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
         super().__init__()
-        expect(config, "hidden_act", *SILU)
         hidden, heads, size = config.hidden_size, config.linear_num_heads, config.linear_head_dim
         taps, width = config.linear_conv_kernel_dim, heads * size
         self.head_dim = size
@@ -72,19 +71,32 @@ class KimiDeltaAttention(Sublayer):
         )
         share = share_of(context.group, width, "linear_attn_config num_heads")
         self.conv1d = ShortConv(dict.fromkeys(_CONVOLUTIONS, share), taps, context)
-        self.f_a_proj, self.g_a_proj = (
-            ReplicatedLinear(hidden, size, False, context, f"{prefix}.{name}")
-            for name in ("f_a_proj", "g_a_proj")
-        )
-        self.f_b_proj, self.g_b_proj = (
-            ColumnParallelLinear(size, width, False, context, f"{prefix}.{name}")
-            for name in ("f_b_proj", "g_b_proj")
-        )
+        self.f_a_proj = ReplicatedLinear(hidden, size, False, context, f"{prefix}.f_a_proj")
+        self.f_b_proj = ColumnParallelLinear(size, width, False, context, f"{prefix}.f_b_proj")
+        lower_bound = self._create_gates(config, width, context, prefix)
         self.b_proj = ColumnParallelLinear(hidden, heads, False, context, f"{prefix}.b_proj")
         self.gates = DeltaGates(heads, size, context)
-        self.attn = DeltaRule(self.num_heads, self.num_heads, size, size, taps, context)
+        self.attn = DeltaRule(
+            self.num_heads, self.num_heads, size, size, taps, context, lower_bound
+        )
         self.o_norm = GatedRMSNorm(size, config.rms_norm_eps, "sigmoid", context)
         self.o_proj = RowParallelLinear(width, hidden, False, context, f"{prefix}.o_proj")
+
+    def _create_gates(
+        self, config: PretrainedConfig, width: int, context: LayerContext, prefix: str
+    ) -> float | None:
+        """Create what `_output_gate` needs -> the lower bound of log decays, if there is one."""
+        size = config.linear_head_dim
+        self.g_a_proj = ReplicatedLinear(
+            config.hidden_size, size, False, context, f"{prefix}.g_a_proj"
+        )
+        self.g_b_proj = ColumnParallelLinear(size, width, False, context, f"{prefix}.g_b_proj")
+        return None
+
+    def _output_gate(self, rows: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, width of this rank]."""
+        gate: torch.Tensor = self.g_b_proj(self.g_a_proj(rows))
+        return gate
 
     def forward(
         self,
@@ -96,7 +108,7 @@ class KimiDeltaAttention(Sublayer):
         rows = unrounded(x)
         by_head = len(rows), self.num_heads, self.head_dim
         decay = self.f_b_proj(self.f_a_proj(rows)).view(by_head)
-        gate = self.g_b_proj(self.g_a_proj(rows)).view(by_head)
+        gate = self._output_gate(rows).view(by_head)
         attended = self.attn(
             self.qkv_proj(rows),
             self.conv1d,
@@ -139,12 +151,19 @@ class KimiLinearForCausalLM(DeepseekV2ForCausalLM):
         expect(config, "moe_router_activation_func", "sigmoid")
         expect(config, "mla_use_nope", True)
         expect(config, "num_nextn_predict_layers", 0)
+        self.check(config)
+        super().__init__(config, context, prefix)
+
+    def check(self, config: PretrainedConfig) -> None:
+        """Raises:
+        ConfigError: for what only Kimi-K3 computes.
+        """
+        expect(config, "hidden_act", *SILU)
         inner = getattr(config, "linear_attn_config", None) or {}
         for name in _UNSUPPORTED:
             value = getattr(config, name, None) or inner.get(name)
             if value:
                 raise ConfigError(f"{config.model_type} with {name}={value!r} is not supported")
-        super().__init__(config, context, prefix)
 
     def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
         return NoRotation(config, config.qk_rope_head_dim, context)

@@ -355,6 +355,7 @@ class LlamaForCausalLM(CausalLM):
     """Source of names and computation: transformers' `llama`."""
 
     layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
+    model_class: ClassVar[type[LlamaModel]] = LlamaModel
     # Fields that some configurations leave null, for which there is no default.
     needed: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
     # The checkpoint's name of everything but the head, in names of quantised layers.
@@ -366,7 +367,7 @@ class LlamaForCausalLM(CausalLM):
             raise ConfigError(f"{config.model_type} without {', '.join(missing)}: give numbers")
         self.tied = bool(config.tie_word_embeddings)
         rotaries = self.create_rotaries(config, context)
-        self.model = LlamaModel(
+        self.model = self.model_class(
             config,
             context,
             self.layer_class,

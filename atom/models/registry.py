@@ -86,6 +86,9 @@ _MODELS = {
         "qwen3_5", "Qwen35MoeForConditionalGeneration", ("qwen3_5_moe",)
     ),
     "KimiLinearForCausalLM": _Model("kimi_linear", "KimiLinearForCausalLM", ("kimi_linear",)),
+    "KimiK3ForConditionalGeneration": _Model(
+        "kimi_k3", "KimiK3ForConditionalGeneration", ("kimi_k3",)
+    ),
 }
 
 

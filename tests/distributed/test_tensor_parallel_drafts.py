@@ -122,7 +122,7 @@ def test_eagle3(name: str, size: int, draft_ranks: int | None, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("draft_ranks", [None, 1])
-@pytest.mark.parametrize("name", ["dflash2", "dspark rnn", "speculators dspark"])
+@pytest.mark.parametrize("name", ["dflash2", "dspark rnn", "dspark kimi", "speculators dspark"])
 def test_block_drafters(name: str, draft_ranks: int | None, tmp_path: Path) -> None:
     """Scores along the greedy path of a block, after a context."""
     folder = checkpoints.llama(tmp_path / "target", vocab_size=VOCAB, hidden_size=HIDDEN).folder

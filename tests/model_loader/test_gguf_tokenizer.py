@@ -82,6 +82,10 @@ _TEKKEN = (
     r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _KIMI = (
     r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?"
@@ -114,6 +118,7 @@ def splitting_of(pre: str) -> Any:
         "dbrx": llama3_like("{1,3}"),
         "glm4": llama3_like("{1,3}"),
         "qwen2": llama3_like(""),
+        "qwen35": isolated(_QWEN35),
         "gpt-4o": isolated(_O200K),
         "minimax-m2": isolated(_O200K),
         "tekken": isolated(_TEKKEN),
@@ -124,7 +129,7 @@ def splitting_of(pre: str) -> Any:
 
 _PRE_TOKENIZERS = (
     *("gpt-2", "smollm", "refact", "command-r", "llama-bpe", "dbrx", "glm4", "qwen2"),
-    *("gpt-4o", "minimax-m2", "tekken", "kimi-k2", "deepseek-v3"),
+    *("gpt-4o", "minimax-m2", "tekken", "kimi-k2", "deepseek-v3", "qwen35"),
 )
 
 
@@ -134,7 +139,7 @@ def test_pre_tokenizers(
 ) -> None:
     changes = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False}
     ours = load(write_tiny(changes=changes), tmp_path / "tokenizer")
-    is_normalised = pre in ("qwen2", "command-r")
+    is_normalised = pre in ("qwen2", "qwen35", "command-r")
     original = with_splits(byte_level_tokenizer, splitting_of(pre), nfc=is_normalised)
 
     @settings(max_examples=60)

@@ -45,6 +45,28 @@ def test_published_formats() -> None:
     assert (plain.kinds, plain.markov, plain.max_drafts) == (("dspark", "dflash"), None, 5)
 
 
+def test_the_draft_of_kimi_k3() -> None:
+    """Its number of target layers is that of hidden states; the target's has another name."""
+    raw = {k: v for k, v in DRAFTS["dspark kimi"].raw.items() if k != "block_size"}
+    config = read(raw, target_num_hidden_layers=93)
+    assert (config.kinds, config.samples_anchor, config.max_drafts) == (("dspark",), True, 7)
+    assert config.masks == (FULL, FULL)
+    assert (config.interleaved, config.shares_vocabulary) == (True, True)
+    assert ("num_target_layers", 93, "num_hidden_layers") in config.shared_with_target()
+    assert config.network.rope_parameters["factor"] == 32
+    for changes, message in (
+        ({"num_target_layers": 5}, "num_aux_hidden_states=5 contradicts the ids"),
+        ({"kv_lora_rank": None}, "K3DSparkModel contradicts kv_lora_rank=None"),
+        ({"v_head_dim": None}, "v_head_dim is missing"),
+        ({"mla_use_output_gate": True}, "mla_use_output_gate=True"),
+        ({"is_causal": True}, "see all of the context and themselves"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read(raw, **changes)
+    with pytest.raises(ConfigError, match="Qwen3DSparkModel contradicts kv_lora_rank=8"):
+        read(DSPARK, kv_lora_rank=8)
+
+
 CARD = {"tokens_per_forward": 2.5, "num_speculative_tokens": 3, "data": "GSM8K, greedy"}
 
 

@@ -27,6 +27,7 @@ from models import checkpoints, transformers_families
 from models.checkpoints import Checkpoint, prompt
 from models.families import FAMILIES, write_family
 from models.harness import ModelBench, load_model
+from models.hybrids import HYBRIDS, add_prediction_layer, write_hybrid
 from spec_decode.mtp_reference import add_mtp_layers
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
@@ -69,6 +70,9 @@ _FILES = {
     "glm4_moe_lite": "deepseek2",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "qwen3_next": "qwen3next",
+    "qwen3_5": "qwen35",
+    "qwen3_5_moe": "qwen35moe",
 }
 # Files of other families with the maths of a native one: the family, and the file's name.
 _SAME_MATHS = {
@@ -118,6 +122,12 @@ _KEYS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+}
+_DELTA_KEYS = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
 }
 # Of models with shared experts and groups of experts.
 _ROUTED_KEYS = {
@@ -217,6 +227,37 @@ def test_prediction_layers(
     assert (outputs[0] - outputs[1]).abs().median() < 0.05
 
 
+def test_a_prediction_layer_beside_states(
+    tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """That of Qwen3.5, which is a layer behind the last in files."""
+    folder = tmp_path / "checkpoint"
+    checkpoint = write_hybrid("qwen3_5", folder)
+    added = {mtp_name(name, 3): t for name, t in add_prediction_layer(checkpoint).items()}
+    byte_level_tokenizer.save_pretrained(folder)
+    path = write_file(tmp_path / "model.gguf", "qwen35", checkpoint, prediction=added)
+    context = LayerContext.create(torch.float32, 64, cpu_platform())
+    networks = []
+    for model in (path, folder):
+        options = ModelOptions(str(model), tokenizer=str(folder), dtype="float32")
+        target = load_model(model, 64, tokenizer=str(folder))
+        networks.append(load_mtp(target, resolve_model(options), context, options))
+    ours, theirs = (dict(network.named_parameters()) for network in networks)
+    assert set(ours) == set(theirs)
+    for name, parameter in ours.items():
+        torch.testing.assert_close(parameter, theirs[name], atol=1e-6, rtol=1e-6)
+
+
+def mtp_name(name: str, layer: int) -> str:
+    """What llama.cpp's converter makes of the name of Qwen's prediction layer."""
+    names = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+    part = name.removeprefix("mtp.").removeprefix("layers.0.")
+    stem, _, suffix = part.rpartition(".")
+    if name.startswith("mtp.layers."):
+        return f"model.layers.{layer}.{part}"
+    return f"blk.{layer}.nextn.{names.get(stem, 'shared_head_norm')}.{suffix}"
+
+
 def test_another_choice_of_experts_is_refused(tmp_path: Path) -> None:
     checkpoint = write_family("minimax_m2", tmp_path / "checkpoint")
     path = write_file(tmp_path / "model.gguf", "minimax-m2", checkpoint, gating=1)
@@ -259,6 +300,8 @@ def write(name: str, folder: Path, **fields: Any) -> Checkpoint:
     if name in transformers_families.FAMILIES:
         return transformers_families.write_family(name, folder, **fields)
     name = name if name in FAMILIES else name.partition("-")[0]
+    if name in HYBRIDS:
+        return write_hybrid(name, folder, **fields)
     own = {"deepseek_v2": checkpoints.deepseek_v2, "deepseek_v3": checkpoints.deepseek_v3}
     return own[name](folder, **fields) if name in own else write_family(name, folder, **fields)
 
@@ -328,13 +371,21 @@ def write_file(
             writer.add_uint32(f"{name}.{key}", value)
         elif isinstance(value, float):
             writer.add_float32(f"{name}.{key}", value)
+    if hasattr(config, "linear_num_key_heads"):
+        for field, key in _DELTA_KEYS.items():
+            writer.add_uint32(f"{name}.{key}", getattr(config, field))
+        inner = config.linear_value_head_dim * config.linear_num_value_heads
+        writer.add_ssm_inner_size(inner)
+        writer.add_uint32(f"{name}.full_attention_interval", 4)
+        if not hasattr(config, "intermediate_size"):
+            writer.add_feed_forward_length(config.moe_intermediate_size)
     rope = config.rope_parameters
     if "full_attention" in rope:
         rope = rope["full_attention"]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if finetuned is not None:
         writer.add_rope_scaling_finetuned(finetuned)
-    if "vl" in name:
+    if "vl" in name or "qwen35" in name:
         writer.add_rope_dimension_sections([size // 6] * 3 + [0])
     if name.startswith("qwen3vl"):
         writer.add_num_deepstack_layers(2)
@@ -432,7 +483,9 @@ def tensors_of(
         if name in ("gemma2", "gemma3") and module.endswith("norm.weight"):
             values = values + 1
         pieces = {module: values}
-        if config.model_type == "gpt_oss" and "experts" in module:
+        if name in ("qwen3next", "qwen35", "qwen35moe") and name_of_delta_net(module):
+            pieces = delta_net(module, values, config, tiles=name != "qwen3next")
+        elif config.model_type == "gpt_oss" and "experts" in module:
             pieces = gpt_oss_experts(module, values)
         elif module.endswith("experts.gate_up_proj"):
             stem = module.removesuffix("gate_up_proj")
@@ -454,11 +507,60 @@ def tensors_of(
             if piece == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             stored = names.get_name(piece, try_suffixes=(".weight", ".bias"))
+            if piece.startswith("blk."):
+                stored = piece
             assert stored is not None, piece
             if piece.endswith("sinks"):
                 stored = f"{stored}.weight"
             found[stored] = each[0] if part == "shared_expert_gate" else each
     return found
+
+
+def name_of_delta_net(module: str) -> bool:
+    return ".linear_attn." in module or module.endswith("norm.weight")
+
+
+def delta_net(
+    module: str, values: np.ndarray, config: PretrainedConfig, tiles: bool
+) -> dict[str, np.ndarray]:
+    """As llama.cpp's converter has it.
+
+    Args:
+        tiles: whether heads of values lie by their number within a head of keys.
+    """
+    stem, _, part = module.removesuffix(".weight").rpartition(".")
+    key_heads, value_dim = config.linear_num_key_heads, config.linear_value_head_dim
+    keys = key_heads * config.linear_key_head_dim
+
+    def tiled(rows: np.ndarray, size: int) -> np.ndarray:
+        if not tiles:
+            return rows
+        heads = rows.reshape(key_heads, -1, size, *rows.shape[1:])
+        return np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(rows.shape)
+
+    if ".linear_attn." not in module:
+        return {module: values + 1}
+    if part == "in_proj_qkvz":
+        layer = module.split(".")[2]
+        heads = values.reshape(key_heads, -1, values.shape[1])
+        dim, width = config.linear_key_head_dim, heads.shape[1] // 2 - config.linear_key_head_dim
+        pieces = np.split(heads, [dim, 2 * dim, 2 * dim + width], axis=1)
+        q, k, v, z = (piece.reshape(-1, values.shape[1]) for piece in pieces)
+        return {
+            f"blk.{layer}.attn_qkv.weight": np.concatenate((q, k, v)),
+            f"blk.{layer}.attn_gate.weight": z,
+        }
+    if part in ("in_proj_qkv", "conv1d"):
+        rows = values.reshape(len(values), -1)
+        return {module: np.concatenate((rows[: 2 * keys], tiled(rows[2 * keys :], value_dim)))}
+    if part == "dt_bias":
+        return {f"{stem}.dt_proj.bias": tiled(values, 1)}
+    if part == "A_log":
+        return {module: tiled(-np.exp(values), 1)}
+    if part == "out_proj":
+        return {module: np.ascontiguousarray(tiled(values.T, value_dim).T)}
+    sizes = {"in_proj_z": value_dim, "in_proj_a": 1, "in_proj_b": 1}
+    return {module: tiled(values, sizes[part]) if part in sizes else values}
 
 
 def gpt_oss_experts(module: str, values: np.ndarray) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ from models.hybrids import (
     wrap_as_seeing,
     write_hybrid,
 )
-from ranks import run_ranks
+from ranks import engines_of_threads, run_ranks
 from spec_decode import engines
 from spec_decode.engines import create_engine, generate
 from transformers import PreTrainedTokenizerFast
@@ -175,6 +175,27 @@ def test_two_ranks(hybrids: Hybrids, name: str) -> None:
     tokens = prompt(LENGTH)
     found = run_ranks(2, lambda g: ModelBench(checkpoint.folder, group=g).run(tokens, [23, 1]))
     assert_close(found[0], checkpoint.logits(tokens))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_four_ranks(hybrids: Hybrids, name: str, tmp_path: Path) -> None:
+    """Heads of keys and values in full attention are two, so two ranks each have the same."""
+    checkpoint = hybrids.checkpoint(name)
+    if name != "kimi_linear":
+        checkpoint = write_hybrid(name, tmp_path, linear_num_key_heads=4)
+    tokens = prompt(LENGTH)
+    found = run_ranks(4, lambda g: ModelBench(checkpoint.folder, group=g).run(tokens, [23, 1]))
+    assert_close(found[0], checkpoint.logits(tokens))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe", "kimi_linear"])
+def test_ranks_that_hold_whole_experts(hybrids: Hybrids, name: str) -> None:
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    prompts = PROMPTS[:2]
+    expected = [greedy(hybrids.checkpoint(name), tokens) for tokens in prompts]
+    folder = hybrids.checkpoint(name).folder
+    with engines_of_threads(), create_engine(folder, **options) as engine:
+        assert generate(engine, GREEDY, prompts) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)

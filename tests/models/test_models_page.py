@@ -52,6 +52,7 @@ _NAMES = {
     "qwen3_5": "Qwen3.5, dense, as a text model",
     "qwen3_5_moe": "Qwen3.5, with experts, as a text model",
     "kimi_linear": "Kimi-Linear",
+    "kimi_k3": "Kimi-K3, as a text model",
     "idefics3": "Idefics3, with images",
     "smolvlm": "SmolVLM, SmolVLM2, with images",
 }
@@ -74,6 +75,7 @@ _DRAFTS = {
     "qwen3_5_moe_text": "MTP inside",
     "qwen3_5": "MTP inside",
     "qwen3_5_moe": "MTP inside",
+    "kimi_k3": "`Inferact/Kimi-K3-DSpark`",
     "kimi_k25": "`lightseekorg/kimi-k2.5-eagle3`, `AQ-MedAI/Kimi-K25-eagle3`",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,10 +13,10 @@ import torch
 from models.checkpoints import Checkpoint, edit_config, prompt
 from models.families import write_family
 from models.harness import ModelBench
-from ranks import run_ranks
+from ranks import engines_of_threads, run_ranks
 from safetensors.torch import load_file, save_file
 from spec_decode import engines
-from spec_decode.mtp_reference import add_mtp_layers
+from spec_decode.mtp_reference import SharedChoiceMTP, add_mtp_layers
 from spec_decode.test_mtp import load as load_mtp_layers
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
@@ -110,12 +111,26 @@ def test_ops_of_torch_compute_the_same(
     assert close(bench.run(tokens, [17, 4, 1], "chunked"), expected)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_two_ranks_choose_the_same(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+@pytest.mark.parametrize(("name", "size"), [*itertools.product(FAMILIES, (2, 4))])
+def test_ranks_choose_the_same(
+    name: str, size: int, checkpoint: Callable[[str], Checkpoint]
+) -> None:
     tokens = prompt(LENGTH)
     folder = checkpoint(name).folder
-    found = run_ranks(2, lambda group: ModelBench(folder, group=group).run(tokens, [30, 3]))
+    found = run_ranks(size, lambda group: ModelBench(folder, group=group).run(tokens, [30, 3]))
     assert close(found[0], checkpoint(name).logits(tokens))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ranks_that_hold_whole_experts(
+    name: str, tmp_path: Path, byte_level_tokenizer: Tokenizer
+) -> None:
+    folder = engines.write_target(name, tmp_path, byte_level_tokenizer, **SIZES)
+    sampling, prompts = engines.params("greedy", max_tokens=6), [prompt(25), prompt(9, seed=1)]
+    expected = engines.generate(engines.create_engine(folder), sampling, prompts)
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with engines_of_threads(), engines.create_engine(folder, **options) as engine:
+        assert engines.generate(engine, sampling, prompts) == expected
 
 
 @NATIVE
@@ -240,16 +255,33 @@ def test_indexers_of_layers_that_share_a_choice_are_not_read(tmp_path: Path) -> 
     assert close(ModelBench(tmp_path).run(tokens, [LENGTH]), checkpoint.logits(tokens))
 
 
-def test_draft_steps_that_would_share_a_choice_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_drafts_of_an_engine_attend_to_what_the_first_one_chose(
+    tmp_path: Path, byte_level_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_family("glm_moe_dsa", tmp_path, **SIZES, index_share_for_mtp_iteration=True)
+    """Op by op, and in chains of recorded steps: the drafts of both are the reference's."""
+    fields = {**SIZES, "index_share_for_mtp_iteration": True}
+    checkpoint = engines.write_checkpoint("glm_moe_dsa", tmp_path, byte_level_tokenizer, **fields)
+    reference = SharedChoiceMTP(tmp_path)
+    sampling, prompts = engines.params("greedy", max_tokens=10), [prompt(25), prompt(31, seed=1)]
+    expected = engines.generate(engines.create_engine(tmp_path), sampling, prompts)
+    options = {"method": "mtp", "num_speculative_tokens": 3, "speculative_adaptive": False}
+    for eager in (True, False):
+        with engines.drafts_recorded(monkeypatch) as recorded:
+            engine = engines.create_engine(tmp_path, enforce_eager=eager, **options)
+            assert engines.generate(engine, sampling, prompts) == expected
+        (made,) = recorded
+        assert len(made) > 10
+        for text, drafts in [*made.items()][:: len(made) // 5]:
+            hidden = checkpoint.hidden_states([*text[:-1]])[-1]
+            assert drafts == reference.propose([*text[1:]], hidden, len(drafts))[0]
+
+
+def test_a_choice_is_shared_by_the_drafts_of_one_layer(tmp_path: Path) -> None:
+    fields = {"num_nextn_predict_layers": 2, "index_share_for_mtp_iteration": True}
+    write_family("glm_moe_dsa", tmp_path, **{**SIZES, **fields})
     add_mtp_layers(tmp_path)
-    with caplog.at_level("INFO", logger="atom"):
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers=2 is not supported"):
         load_mtp_layers(tmp_path)
-    told = [r.getMessage() for r in caplog.records if "index_share_for_mtp_iteration" in r.message]
-    assert len(told) == 1
-    assert told[0].startswith("model.layers.3.self_attn: draft steps choose")
 
 
 def test_kinds_of_indexers_that_are_unknown_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from model_ops.batches import Part, attention_metadata
 from safetensors.torch import save_file
-from spec_decode.block_reference import Meaning, Tensors, Yarn
+from spec_decode.block_reference import LATENT_NAMES, Meaning, Tensors, Yarn
 
 from atom.config import ModelOptions
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
@@ -159,7 +159,48 @@ DFLASH_KIMI = {
     "use_sliding_window": False,
     "dflash_config": {"mask_token_id": VOCAB - 2, "target_layer_ids": [1, 2, 4, 5]},
 }
+# As Inferact published it for Kimi-K3, but for its sizes; a block's is not in its config.
+DSPARK_KIMI = {
+    "architectures": ["K3DSparkModel"],
+    "model_type": "k3_dspark",
+    **LAYER,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "mla_use_nope": False,
+    "mla_use_output_gate": False,
+    "block_size": 5,
+    "num_target_layers": 3,
+    "target_layer_ids": [1, 3, 5],
+    "mask_token_id": MASK,
+    "markov_rank": RANK,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "rope_parameters": {
+        **_YARN,
+        "factor": 32.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 500.0,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "_torchspec_version": "0.1.0",
+}
 DRAFTS = {
+    "dspark kimi": Draft(
+        DSPARK_KIMI,
+        Meaning(
+            anchored=True,
+            markov="vanilla",
+            interleaved=True,
+            yarn=Yarn(32, 64, 32, 1),
+            latents=True,
+        ),
+    ),
     "dflash": Draft(DFLASH),
     "dflash sliding": Draft(
         {**DFLASH, **_SLIDING, "attention_bias": True}, Meaning((6, 0), (True, False))
@@ -239,6 +280,10 @@ def draft_tensors(draft: Draft, seed: int = 0) -> Tensors:
             "mlp.down_proj": (size, wide),
         }
         shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+        if meaning.latents:
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
+                del shapes[f"layers.{i}.self_attn.{name}.weight"]
+            shapes |= _latent_shapes(raw, f"layers.{i}.self_attn.")
         if raw.get("attention_bias"):
             shapes |= {
                 f"layers.{i}.self_attn.{n}_proj.bias": layer[f"self_attn.{n}_proj"][:1]
@@ -262,6 +307,10 @@ def draft_tensors(draft: Draft, seed: int = 0) -> Tensors:
         name, rows, columns = joint[meaning.markov]
         shapes[f"markov_head.{name}.weight"] = (rows, columns or 2 * RANK + size)
         shapes[f"markov_head.{name}.bias"] = (rows,)
+    if meaning.latents:
+        for name, usual in LATENT_NAMES.items():
+            shapes[f"{name}.weight"] = shapes.pop(f"{usual}.weight")
+        shapes["embed_tokens.weight"] = (vocab, size)
     if draft.own_vocabulary:
         shapes["embed_tokens.weight"] = shapes["lm_head.weight"] = (vocab, size)
     tensors = {}
@@ -274,6 +323,22 @@ def draft_tensors(draft: Draft, seed: int = 0) -> Tensors:
         is_norm = "norm" in name
         tensors[name] = noise * 0.3 + 1 if is_norm else noise * (0.5 if "markov" in name else 0.2)
     return tensors
+
+
+def _latent_shapes(raw: dict[str, Any], name: str) -> dict[str, tuple[int, ...]]:
+    size, heads = raw["hidden_size"], raw["num_attention_heads"]
+    nope, rope, v = (raw[f"{n}_head_dim"] for n in ("qk_nope", "qk_rope", "v"))
+    low, rank = raw["q_lora_rank"], raw["kv_lora_rank"]
+    shapes = {
+        "q_a_proj": (low, size),
+        "q_a_layernorm": (low,),
+        "q_b_proj": (heads * (nope + rope), low),
+        "kv_a_proj_with_mqa": (rank + rope, size),
+        "kv_a_layernorm": (rank,),
+        "kv_b_proj": (heads * (nope + v), rank),
+        "o_proj": (size, heads * v),
+    }
+    return {f"{name}{module}.weight": shape for module, shape in shapes.items()}
 
 
 def write_draft(folder: Path, draft: Draft, prefix: str = "") -> Path:

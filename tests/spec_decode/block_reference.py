@@ -52,6 +52,7 @@ class Meaning:
         top_k: of the selector; 0 without.
         markov: the kind of Markov head; "" without.
         yarn: how positions are stretched; None if they are not.
+    latents: attention is to latents, and names are those of Kimi-K3's draft.
     """
 
     windows: tuple[int, ...] = (0, 0)
@@ -62,7 +63,12 @@ class Meaning:
     markov: str = ""
     interleaved: bool = False
     yarn: Yarn | None = None
+    latents: bool = False
     scales: dict[str, float] = field(default_factory=dict)
+
+
+# Of Kimi-K3's draft, and of the others.
+LATENT_NAMES = {"context_proj": "fc", "context_norm": "hidden_norm", "final_norm": "norm"}
 
 
 class BlockReference:
@@ -84,6 +90,10 @@ class BlockReference:
         self.layer, self.meaning = layer, meaning
         self.block_size, self.mask_token = block_size, mask_token
         self.tensors = {k: v.double() if v.is_floating_point() else v for k, v in tensors.items()}
+        if meaning.latents:
+            del self.tensors["embed_tokens.weight"]  # copies of the target's
+            for name, usual in LATENT_NAMES.items():
+                self.tensors[f"{usual}.weight"] = self.tensors[f"{name}.weight"]
         self.embed = self.tensors.get("embed_tokens.weight", embed.double())
         self.head = self.tensors.get("lm_head.weight", head.double())
 
@@ -186,9 +196,31 @@ class BlockReference:
         gate, up = self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj")
         return self.linear(F.silu(gate) * up, f"{name}.down_proj")
 
+    def attend_latents(self, name: str, before: int, rows: torch.Tensor) -> torch.Tensor:
+        sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+        nope, rope, _, rank = (self.layer[size] for size in sizes)
+        heads, x = self.layer["num_attention_heads"], rows[before:]
+        low = self.norm(self.linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm")
+        q = self.linear(low, f"{name}.q_b_proj").view(len(x), heads, -1)
+        q = torch.cat([q[..., :nope], self.rotate(q[..., nope:], before)], -1)
+        down = self.linear(rows, f"{name}.kv_a_proj_with_mqa")
+        latent = self.norm(down[:, :rank], f"{name}.kv_a_layernorm")
+        both = self.linear(latent, f"{name}.kv_b_proj").view(len(rows), heads, -1)
+        turned = self.rotate(down[:, None, rank:], 0).expand(-1, heads, -1)
+        k = torch.cat([both[..., :nope], turned], -1)
+        yarn = self.meaning.yarn
+        scale = (nope + rope) ** -0.5
+        if yarn is not None:
+            scale *= (0.1 * math.log(yarn.factor) + 1) ** 2
+        weights = (torch.einsum("qhd,khd->hqk", q, k) * scale).softmax(-1)
+        seen = torch.einsum("hqk,khd->qhd", weights, both[..., nope:])
+        return self.linear(seen.flatten(1), f"{name}.o_proj")
+
     def attend(self, i: int, context: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         name, dim, before = f"layers.{i}.self_attn", self.layer["head_dim"], len(context)
         rows = torch.cat([context, x])
+        if self.meaning.latents:
+            return self.attend_latents(name, before, rows)
         q = self.linear(x, f"{name}.q_proj").view(len(x), -1, dim)
         k, v = (self.linear(rows, f"{name}.{n}_proj").view(len(rows), -1, dim) for n in "kv")
         q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")

@@ -93,7 +93,7 @@ BLOCK_DRAFTS = {
     "dspark": "speculators dspark",
 }
 # What is published for Kimi goes with the `kimi_k25` target alone.
-_BLOCK_DRAFTS = {**BLOCK_DRAFTS, "kimi": "dflash kimi"}
+_BLOCK_DRAFTS = {**BLOCK_DRAFTS, "kimi": "dflash kimi", "kimi k3": "dspark kimi"}
 
 
 def method_of(draft: str) -> str:

@@ -194,6 +194,26 @@ class SparseMTP(ReferenceMTP):
         return torch.cat(self.turn(*a.chunk(2, -1)), -1)
 
 
+class SharedChoiceMTP(SparseMTP):
+    """Of which the rows of drafts attend to what the last row before them chose.
+
+    Attributes:
+        known: rows before the drafts' own.
+    """
+
+    known = 0
+
+    def propose(self, next_tokens: list[int], *args: Any, **kwargs: Any) -> Any:
+        self.known = len(next_tokens)
+        return super().propose(next_tokens, *args, **kwargs)
+
+    def unseen(self, x: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        unseen = super().unseen(x, low)
+        # The last known row, whose choice is the same whatever follows it.
+        unseen[self.known :] = unseen[self.known - 1]
+        return unseen
+
+
 class GroupedMTP(ReferenceMTP):
     """With grouped-query attention, whose heads rotate a first part in halves: GLM-4.5's."""
 

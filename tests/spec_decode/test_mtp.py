@@ -19,6 +19,7 @@ from spec_decode.engines import create_engine, generate, params
 from spec_decode.mtp_reference import (
     GroupedMTP,
     ReferenceMTP,
+    SharedChoiceMTP,
     SparseMTP,
     add_mtp_layers,
     remove_tensors,
@@ -32,7 +33,7 @@ from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.errors import WeightError
 from atom.model_loader.source import resolve_model
-from atom.model_ops.attention.metadata import SamplingMetadata
+from atom.model_ops.attention.metadata import DRAFT_CHOICE, AttentionMetadata, SamplingMetadata
 from atom.model_ops.kernels.torch.sampling import choose_tokens
 from atom.model_ops.layer_context import LayerContext
 from atom.models.layers.mtp import PredictionLayers
@@ -64,23 +65,26 @@ class MTPBench:
         cache.allocate_kv_cache_tensors(32)
         bind_kv_caches(mtp, [cache])
         self._names: list[str] = []
+        self._choice: AttentionMetadata | None = None
 
     @torch.inference_mode()
     def forward(
         self, step: int, name: str, start: int, tokens: list[int], hidden: torch.Tensor
     ) -> torch.Tensor:
+        """Drafts behind the first one have its choice of tokens, if it left one."""
         if name not in self._names:
             self._names.append(name)
         number = self._names.index(name)
         blocks = [(7 * i + 3 + number) % 32 for i in range(0, 32, 4)]
         part = Part(len(tokens), start, blocks)
-        return self.mtp(
-            step,
-            torch.tensor(tokens),
-            hidden,
-            torch.arange(start, start + len(tokens)),
-            attention_metadata([part], self.block_size, CPU),
-        )
+        metadata = attention_metadata([part], self.block_size, CPU)
+        if step and self._choice is not None:
+            metadata.leave(DRAFT_CHOICE, self._choice)
+        positions = torch.arange(start, start + len(tokens))
+        states = self.mtp(step, torch.tensor(tokens), hidden, positions, metadata)
+        if not step and (choice := metadata.draft_choice) is not None:
+            self._choice = choice.of_queries(torch.tensor([len(tokens) - 1]))
+        return states
 
     def propose(
         self, name: str, sizes: list[int], tokens: list[int], hidden: torch.Tensor, k: int
@@ -192,6 +196,18 @@ def test_layers_with_an_indexer_choose_themselves(name: str, tmp_path: Path, row
     torch.testing.assert_close(states, expected[1], atol=1e-4, rtol=1e-4)
     dense, _ = ReferenceMTP(tmp_path).propose(tokens, hidden, 3)
     assert drafts != dense
+
+
+def test_drafts_attend_to_what_the_first_one_chose(tmp_path: Path, rows) -> None:
+    write_family("glm_moe_dsa", tmp_path, index_share_for_mtp_iteration=True)
+    add_mtp_layers(tmp_path)
+    tokens, hidden = rows(25)
+    expected = SharedChoiceMTP(tmp_path).propose(tokens, hidden, 4)
+    drafts, states = MTPBench(load(tmp_path)).propose("seq", [15, 4, 1], tokens, hidden, 4)
+    assert drafts == expected[0]
+    torch.testing.assert_close(states, expected[1], atol=1e-4, rtol=1e-4)
+    _, others = SparseMTP(tmp_path).propose(tokens, hidden, 4)
+    assert (states[1:] - others[1:]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])

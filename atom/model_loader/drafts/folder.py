@@ -190,7 +190,10 @@ def _parts(
         )
     tensors = list_tensors(folder)
     _check_fc(tensors, config, folder)
-    return DraftParts.of(tensor.name for tensor in tensors)
+    parts = DraftParts.of(tensor.name for tensor in tensors)
+    if config.shares_vocabulary:
+        return dataclasses.replace(parts, embed_tokens=False, lm_head=False)
+    return parts
 
 
 def _check_fc(tensors: list[CheckpointTensor], config: DraftConfig, folder: Path) -> None:

@@ -72,6 +72,20 @@ _PREDICTION = {
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
 }
+_DELTA_NET = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+# Rows of both, by heads of keys.
+_FUSED_GATES = {"ssm_ba": "linear_attn.in_proj_b linear_attn.in_proj_a"}
+_GATES = {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
 # Rows of several matrices, one above the other.
 _FUSED_QKV = {"attn_qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj"}
 _FUSED_MLP = {"ffn_up": "mlp.gate_proj mlp.up_proj", "ffn_down": "mlp.down_proj"}
@@ -82,6 +96,17 @@ _QWEN_EXPERTS = {
     **_EXPERT_COUNTS,
     "num_experts": ("expert_count", int),
     "moe_intermediate_size": ("expert_feed_forward_length", int),
+}
+_SHARED_SIZE = {"shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int)}
+_DELTA_SIZES = {
+    "linear_conv_kernel_dim": ("ssm.conv_kernel", int),
+    "linear_key_head_dim": ("ssm.state_size", int),
+    "linear_num_key_heads": ("ssm.group_count", int),
+    "linear_num_value_heads": ("ssm.time_step_rank", int),
+    # Of all heads, until `config_dict` divides them.
+    "linear_value_head_dim": ("ssm.inner_size", int),
+    # Which layers have attention, their tensors say.
+    "full_attention_interval": ("full_attention_interval", int),
 }
 _ROUTED_EXPERTS = {
     **_EXPERT_COUNTS,
@@ -103,6 +128,7 @@ _ROUTED_DEFAULTS = {
     "routed_scaling_factor": 1.0,
     "norm_topk_prob": False,
 }
+_PREDICTION_COUNT = {"num_nextn_predict_layers": ("nextn_predict_layers", int)}
 _LATENT_RANKS = {
     "q_lora_rank": ("attention.q_lora_rank", int),
     "kv_lora_rank": ("attention.kv_lora_rank", int),
@@ -146,6 +172,7 @@ class Architecture:
     scales_queries: whether queries are scaled by position.
     is_complete: whether a file without one of the keys of `fields` is refused.
     of_images: keys that change nothing in a text without images.
+    tiles_heads: whether heads of values lie by their number within a head of keys, then by that.
     """
 
     model_class: str
@@ -163,6 +190,7 @@ class Architecture:
     scales_queries: bool = False
     is_complete: bool = False
     of_images: frozenset[str] = frozenset()
+    tiles_heads: bool = False
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -189,10 +217,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Qwen2MoeForCausalLM",
         "qwen2_moe",
         _PRE_NORMS | _ATTENTION | _EXPERTS | _SHARED_EXPERT,
-        {
-            **_QWEN_EXPERTS,
-            "shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int),
-        },
+        _QWEN_EXPERTS | _SHARED_SIZE,
         {"norm_topk_prob": False},
     ),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _LLAMA | _QK_NORMS),
@@ -202,6 +227,35 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _PRE_NORMS | _ATTENTION | _QK_NORMS | _EXPERTS,
         _QWEN_EXPERTS,
         {"norm_topk_prob": True},
+    ),
+    # Its projections are apart, as those of Qwen3.5, whose maths is the same.
+    "qwen3next": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        _DELTA_NET | _ATTENTION | _QK_NORMS | _FUSED_GATES | _EXPERTS | _SHARED_EXPERT,
+        _QWEN_EXPERTS | _SHARED_SIZE | _DELTA_SIZES,
+        is_partial=True,
+        adds_one=True,
+    ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        _DELTA_NET | _ATTENTION | _QK_NORMS | _GATES | _MLP | _PREDICTION,
+        _DELTA_SIZES | _PREDICTION_COUNT,
+        is_partial=True,
+        adds_one=True,
+        of_images=frozenset({_SECTIONS}),
+        tiles_heads=True,
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        _DELTA_NET | _ATTENTION | _QK_NORMS | _GATES | _EXPERTS | _SHARED_EXPERT | _PREDICTION,
+        _QWEN_EXPERTS | _SHARED_SIZE | _DELTA_SIZES | _PREDICTION_COUNT,
+        is_partial=True,
+        adds_one=True,
+        of_images=frozenset({_SECTIONS}),
+        tiles_heads=True,
     ),
     # The text networks of models that see.
     "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2", _LLAMA, of_images=frozenset({_SECTIONS})),
@@ -307,7 +361,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "attn_norm": "input_layernorm",
             "post_attention_norm": "post_attention_layernorm",
         },
-        {**_ROUTED_EXPERTS, "num_nextn_predict_layers": ("nextn_predict_layers", int)},
+        _ROUTED_EXPERTS | _PREDICTION_COUNT,
         {**_ROUTED_DEFAULTS, "num_nextn_predict_layers": 0},
         is_partial=True,
         gating=SIGMOID,
@@ -421,7 +475,10 @@ def _names_by_type() -> dict[str, tuple[str, ...]]:
     for table in (ARCHITECTURES, _WITH_EXPERTS, _WITH_TEMPERATURE, _WITH_BIAS):
         for name, architecture in table.items():
             found[architecture.model_type] = (*found.get(architecture.model_type, ()), name)
-    return {**found, "glm4_moe_lite": found["deepseek_v3"]}
+    # What is computed as another type.
+    found["glm4_moe_lite"] = found["deepseek_v3"]
+    found["qwen3_next"], found["qwen3_5_moe_text"] = ("qwen3next",), ("qwen35moe",)
+    return found
 
 
 # What llama.cpp calls the models of a configuration's type.

@@ -157,6 +157,34 @@ def _latent_sizes(file: GGUFFile) -> dict[str, int]:
     }
 
 
+def _delta_net(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Which layers have linear attention, and the size of a head of values.
+
+    Raises:
+        WeightError: when sizes are missing, or do not fit.
+    """
+    own = f"{file.architecture}."
+    for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size"):
+        file.metadata.require(f"{own}ssm.{key}", int)
+    key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    inner = config["linear_value_head_dim"]
+    if min(key_heads, heads) < 1 or heads % key_heads or inner % heads:
+        raise WeightError(
+            f"{file.path}: ssm.group_count={key_heads} should divide ssm.time_step_rank={heads}, "
+            f"and that ssm.inner_size={inner}"
+        )
+    count = config["num_hidden_layers"] - config.get("num_nextn_predict_layers", 0)
+    return {
+        "linear_value_head_dim": inner // heads,
+        "layer_types": [
+            "linear_attention" if f"blk.{i}.ssm_a" in file.tensors else "full_attention"
+            for i in range(count)
+        ],
+        "mtp_num_hidden_layers": config.get("num_nextn_predict_layers", 0),
+        "attn_output_gate": True,
+    }
+
+
 def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
     """The content of `config.json`.
 
@@ -195,6 +223,8 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
     if "layer_norm_eps" not in architecture.fields:
         eps = metadata.require(own + "attention.layer_norm_rms_epsilon", float)
         config["rms_norm_eps"] = eps
+    if "linear_value_head_dim" in architecture.fields:
+        config |= _delta_net(file, config)
     if architecture.is_latent:
         config |= _latent_sizes(file)
     else:

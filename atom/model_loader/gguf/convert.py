@@ -70,7 +70,11 @@ def choose_kept(tensors: Sequence[ConvertedTensor]) -> KeptBlocks:
             dequantised["stored transposed"] += 1
         if len(tensor.source.shape) != 2 or GGML_QUANT_SIZES[kind][0] == 1:
             continue
-        if tensor.name.endswith(".eh_proj.weight"):  # plain numbers in every model
+        if tensor.columns is not None:
+            dequantised["with columns in another order"] += 1
+        elif tensor.name.endswith(
+            (".eh_proj.weight", "mtp.fc.weight")
+        ):  # plain numbers in every model
             dequantised["of prediction layers' projections"] += 1
         elif kind.name in TYPES:
             types[tensor.name.removesuffix(".weight")] = kind.name
@@ -229,7 +233,7 @@ def _written(tensor: ConvertedTensor, kept: KeptBlocks, dtype: torch.dtype) -> I
         spec = TensorSpec(tensor.name, tensor.shape, dtype)
         yield _Written(spec, partial(read_values, tensor=tensor, dtype=dtype))
         return
-    rows, columns = tensor.source.shape
+    rows, columns = tensor.shape
     for part, stored in stored_tensors(kept.types[module]).items():
         shape = rows, columns // stored.axes[1].per
         spec = TensorSpec(f"{module}.{part}", shape, stored.dtype)

@@ -79,6 +79,9 @@ _GPT2_DIGITS = PreTokenizer((r"\p{N}", _GPT2_SPLIT))
 _LLAMA3 = PreTokenizer((_LLAMA3_SPLIT,), ignore_merges=True, adds_bos=True)
 _CL100K = PreTokenizer((_LLAMA3_SPLIT,))
 _QWEN2 = PreTokenizer((_LLAMA3_SPLIT.replace("{1,3}", ""),), nfc=True)
+# Marks belong to their letters.
+_QWEN35_SPLIT = _QWEN2.splits[0].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+")
+_QWEN35_SPLIT = _QWEN35_SPLIT.replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _O200K = PreTokenizer((_cased(_SHORTENED + "?", "{1,3}", r"\r\n/"),))
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
@@ -95,6 +98,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "glm4": PreTokenizer((_LLAMA3_SPLIT,), ignore_merges=True),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "qwen35": PreTokenizer((_QWEN35_SPLIT,), nfc=True),
     "gpt-4o": _O200K,
     "minimax-m2": _O200K,
     "tekken": PreTokenizer((_cased("", "", r"\r\n/"),), ignore_merges=True, adds_bos=True),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from atom.model_loader.gguf.architectures import (
     architecture_of,
 )
 from atom.model_loader.gguf.blocks import read_part
+from atom.model_loader.gguf.delta_net import column_order, prediction_name, row_order
 from atom.model_loader.gguf.file import GGUFFile, GGUFTensor
 from atom.model_ops.finite import check_finite
 
@@ -41,7 +42,8 @@ _OUTER_NAMES = {
     "output": "lm_head",
 }
 # What tensors that stay in float32 end with: few numbers, whose rounding changes choices.
-PRECISE = ("e_score_correction_bias", "self_attn.sinks")
+_DECAYS = "linear_attn.A_log"
+PRECISE = ("e_score_correction_bias", "self_attn.sinks", _DECAYS, "linear_attn.dt_bias")
 # Factors of frequencies, which become part of the configuration.
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
@@ -53,6 +55,7 @@ class ConvertedTensor:
     interleaved_head_dim: rows per head if the two rotary halves are interleaved row by row; None if
     the rows are in Hugging Face order.
     subtracted: from each value.
+    rows, columns: of the source, in the checkpoint's order; None where it is the same.
     beside: the values' part of an up-projection of latents, [heads, size, rank]; the source is then
         the keys' part, [heads, rank, size].
     """
@@ -62,10 +65,14 @@ class ConvertedTensor:
     interleaved_head_dim: int | None
     subtracted: float = 0.0
     beside: GGUFTensor | None = None
+    rows: np.ndarray | None = field(default=None, compare=False)
+    columns: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """In the checkpoint."""
+        if self.rows is not None:
+            return len(self.rows), *self.source.shape[1:]
         if self.beside is None:
             return self.source.shape
         heads, rank, size = self.source.shape
@@ -95,9 +102,12 @@ def plan_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[ConvertedTen
         for part_name, part in _parts(name, tensor, config):
             reordered = architecture.pairs and re.search(r"\.self_attn\.[qk]_proj\.", part_name)
             unit = config["head_dim"] if reordered else None
-            subtracted = float(architecture.adds_one and part_name.endswith("norm.weight"))
-            planned.append(ConvertedTensor(part_name, part, unit, subtracted))
+            has_one = architecture.adds_one and part_name.endswith("norm.weight")
+            has_one = has_one and not part_name.endswith("linear_attn.norm.weight")
+            planned.append(ConvertedTensor(part_name, part, unit, float(has_one)))
     planned = _with_up_projections(planned)
+    if "linear_num_key_heads" in config:
+        planned = [_of_delta_net(each, architecture, config) for each in planned]
     if unknown:
         raise ConfigError(
             f"{file.path}: no {file.architecture} model has the tensors {name_some(unknown)}"
@@ -106,6 +116,29 @@ def plan_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[ConvertedTen
     for kind in {source.kind for source in sources}:
         _check_kind(file, kind)
     return planned
+
+
+def _of_delta_net(
+    tensor: ConvertedTensor, architecture: Architecture, config: Mapping[str, Any]
+) -> ConvertedTensor:
+    """With rows and columns in the checkpoint's order, and its name of a prediction layer.
+
+    Raises:
+        WeightError: when the tensor has another size than its heads.
+    """
+    tiles, source = architecture.tiles_heads, tensor.source
+    rows = row_order(tensor.name, source.name, tiles, config)
+    columns = column_order(tensor.name, tiles, config)
+    for axis, order in enumerate((rows, columns)):
+        if order is not None and (
+            len(source.shape) <= axis or int(order.max()) >= source.shape[axis]
+        ):
+            raise WeightError(
+                f"{source.path}: {source.name} is {list(source.shape)}, too small for "
+                f"ssm.time_step_rank={config['linear_num_value_heads']}"
+            )
+    name = prediction_name(tensor.name, config["num_hidden_layers"])
+    return replace(tensor, name=name, rows=rows, columns=columns)
 
 
 def _with_up_projections(planned: list[ConvertedTensor]) -> list[ConvertedTensor]:
@@ -140,6 +173,8 @@ def _check_up_projection(keys: GGUFTensor, values: GGUFTensor | None) -> None:
 def _hugging_face_name(architecture: Architecture, name: str) -> str | None:
     """With `*` and spaces as in the table."""
     stem, _, suffix = name.rpartition(".")
+    if suffix == "ssm_a":  # without one
+        stem, suffix = name, "weight"
     if suffix not in ("weight", "bias"):
         return None
     if match := re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem):
@@ -161,6 +196,8 @@ def _parts(
         for expert in range(tensor.shape[0]):
             part = _rows_of(tensor, expert, 1)
             yield name.replace("*", str(expert)), replace(part, shape=tensor.shape[1:])
+    elif "in_proj_b" in name:
+        yield from ((part_name, tensor) for part_name in names)
     elif len(names) > 1:
         start = 0
         for part_name, count in zip(names, _row_counts(len(names), tensor, config), strict=True):
@@ -239,6 +276,10 @@ def read_values(tensor: ConvertedTensor, dtype: torch.dtype) -> Iterator[torch.T
         values = _values_of(raw, tensor.source.kind)
         if tensor.subtracted:
             values = values.float() - tensor.subtracted
+        if tensor.name.endswith(_DECAYS):
+            values = (-values.float()).log()
+        if tensor.columns is not None:
+            values = values[:, torch.from_numpy(tensor.columns)]
         yield _narrowed(values, dtype, name)
 
 
@@ -284,6 +325,12 @@ def _read_rows(tensor: ConvertedTensor) -> Iterator[np.ndarray]:
     unit = tensor.interleaved_head_dim or 1
     if rows % unit:
         raise WeightError(f"{source.name}: {rows} rows are no multiple of head_dim={unit}")
+    if tensor.rows is not None:
+        with source.path.open("rb") as handle:
+            handle.seek(source.offset)
+            whole = np.fromfile(handle, np.uint8, rows * row_bytes).reshape(rows, row_bytes)
+        yield whole[tensor.rows]
+        return
     step = max(_CHUNK_ELEMENTS // columns // unit, 1) * unit
     with source.path.open("rb") as handle:
         for first in range(0, rows, step):

@@ -9,6 +9,7 @@ from atom.config import ConfigError, ModelOptions
 from atom.model_loader.hub import download_tokenizer, looks_like_path
 from atom.model_loader.read_files import read_tokenizer
 from atom.model_loader.source import ModelSource
+from atom.model_loader.tokenizers.default_templates import DEFAULT_TEMPLATES
 from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer, is_plain
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ def load_text_tokenizer(
         ConfigError: when there is none or it cannot be loaded.
     """
     if options.tokenizer is None and is_plain(source.path):
-        return PlainTokenizer(source.path)
+        tokenizer = PlainTokenizer(source.path)
+        tokenizer.chat_template = tokenizer.chat_template or _default_template(source)
+        return tokenizer
     return load_tokenizer(source, options)
 
 
@@ -34,7 +37,13 @@ def load_tokenizer(source: ModelSource, options: ModelOptions) -> PreTrainedToke
     Raises:
         ConfigError: when there is none or it cannot be loaded.
     """
-    return read_tokenizer(tokenizer_folder(source, options), options.trust_remote_code)
+    tokenizer = read_tokenizer(tokenizer_folder(source, options), options.trust_remote_code)
+    tokenizer.chat_template = tokenizer.chat_template or _default_template(source)
+    return tokenizer
+
+
+def _default_template(source: ModelSource) -> str | None:
+    return DEFAULT_TEMPLATES.get(source.hf_config.model_type)
 
 
 def tokenizer_folder(source: ModelSource, options: ModelOptions) -> Path:

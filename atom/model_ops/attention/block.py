@@ -6,6 +6,7 @@ import torch
 
 from atom.model_ops.attention.metadata import AttentionMetadata, CacheTensor
 from atom.model_ops.attention.mha import Attention
+from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.rotary import RotaryEmbedding
 
@@ -51,3 +52,26 @@ class BlockAttention(Attention):
         q = self._rotate_and_write(q, k, v, positions, metadata, rotary)
         out = self._run(self._decode, q, metadata)
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)
+
+
+class BlockMLAAttention(MLAAttention):
+    """The same with latents, where queries see the whole block and all of the context."""
+
+    def bind_kv_cache(self, cache: CacheTensor) -> None:
+        super().bind_kv_cache(cache)
+        self._block = self._resolve("mla_block_attention")
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        up_proj: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        """As `MLAAttention.forward`; at most 16 rows a block."""
+        q = self._rotate_and_write(q, latent, k_rope, positions, metadata, rotary)
+        out: torch.Tensor = self._block(q, self.kv_cache, up_proj, metadata, self.scale)
+        return out.reshape(q.shape[0], self.num_heads * self.v_head_dim)

@@ -28,13 +28,14 @@ class ShortConv(nn.Module):
         taps: tokens that an output depends on.
 
     Attributes:
-        weight: [C, taps]; the last is for the token itself.
+        weight: [C, taps], channels side by side; the last tap is for the token itself.
     """
 
     def __init__(self, channels: Mapping[str, Cut], taps: int, context: LayerContext) -> None:
         super().__init__()
         self._channels = channels
-        self.weight = context.empty(sum(cut.size for cut in channels.values()), taps)
+        stored = context.empty(taps, sum(cut.size for cut in channels.values()))
+        self.weight = nn.Parameter(stored.data.t(), requires_grad=False)
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
         """Load this rank's channels of [channels, 1, taps], of one part or of all.
@@ -79,7 +80,7 @@ class DeltaGates(nn.Module):
         self.dt_bias = precise.empty(self._share.size, width)
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        """Load this rank's heads of all.
+        """Load this rank's heads of all. Kimi-K3's `A_log` has zeros behind its last head.
 
         Raises:
             ValueError: when the tensor has not just so many numbers.
@@ -87,6 +88,10 @@ class DeltaGates(nn.Module):
         target: torch.Tensor = getattr(self, name)
         share = self._share
         wanted = share.total * (target.numel() // share.size)
+        if name == "A_log" and tensor.numel() > wanted:
+            rest = tensor.flatten()[wanted:]
+            if rest.is_meta or not rest.any():
+                tensor = tensor.flatten()[:wanted]
         if tensor.numel() != wanted:
             raise ValueError(
                 f"the checkpoint holds shape {list(tensor.shape)}, the model wants {wanted} numbers"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
 _T = TypeVar("_T")
+# `AttentionMetadata.leave` has `draft_choice` by this key.
+DRAFT_CHOICE = "a draft's choice of tokens"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,24 @@ class AttentionMetadata:
     def leave(self, key: Hashable, value: object) -> None:
         """Let `derive` have this result in later layers, in the place of an older one."""
         self._derived[key] = value
+
+    @property
+    def draft_choice(self) -> AttentionMetadata | None:
+        """Tokens that a draft's first pass chose to attend to, for those behind it; None if each
+        chooses for itself, or all are attended to.
+        """
+        return self._derived.get(DRAFT_CHOICE)
+
+    def of_queries(self, rows: torch.Tensor) -> AttentionMetadata:
+        """Of R `rows` [R] int64 of a batch whose sequences have one query each."""
+        return replace(
+            self,
+            block_tables=self.block_tables[rows],
+            block_counts=self.block_counts[rows],
+            context_lens=self.context_lens[rows],
+            cu_seqlens_q=self.cu_seqlens_q[: len(rows) + 1],
+            query_lens_cpu=self.query_lens_cpu[: len(rows)],
+        )
 
 
 @dataclass(frozen=True)

@@ -84,21 +84,26 @@ class MLAAttention(CachedAttention):
         if not isinstance(cache, LatentCacheTensor):
             raise TypeError(f"latent attention wants latents, not {type(cache).__name__}")
         self.kv_cache = cache
-        shape = {
-            "num_heads": self.num_heads,
-            "kv_lora_rank": self.kv_lora_rank,
-            "qk_rope_head_dim": self.qk_rope_head_dim,
-            "v_head_dim": self.v_head_dim,
-            "block_size": cache.block_size,
-            "num_blocks": cache.latent.shape[0],
-        }
-        dtypes = self._context.dtype, cache.latent.dtype
-        ops = self._context.ops
-        self._write = ops.resolve("mla_cache_write", *dtypes, **shape)
-        self._rope_and_cache = ops.resolve("mla_rope_and_cache", *dtypes, **shape)
-        self._decode = ops.resolve("mla_decode", *dtypes, **shape)
-        self._write_and_decode = ops.resolve("mla_write_and_decode", *dtypes, **shape)
-        self._prefill = ops.resolve("mla_prefill", *dtypes, **shape)
+        self._write = self._resolve("mla_cache_write")
+        self._rope_and_cache = self._resolve("mla_rope_and_cache")
+        self._decode = self._resolve("mla_decode")
+        self._write_and_decode = self._resolve("mla_write_and_decode")
+        self._prefill = self._resolve("mla_prefill")
+
+    def _resolve(self, op: str) -> Any:
+        """The function for `op` on the bound cache."""
+        cache = self.kv_cache
+        return self._context.ops.resolve(
+            op,
+            self._context.dtype,
+            cache.latent.dtype,
+            num_heads=self.num_heads,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            block_size=cache.block_size,
+            num_blocks=cache.latent.shape[0],
+        )
 
     def forward(
         self,

@@ -159,6 +159,16 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("native.elementwise:gelu_and_mul"),
         invariant("torch.elementwise:gelu_and_mul"),
     ),
+    "situ_and_mul": (
+        invariant("native.elementwise:situ_and_mul"),
+        invariant("triton.activation:situ_and_mul"),
+        invariant("torch.elementwise:situ_and_mul"),
+    ),
+    "mix_residuals": (
+        invariant("native.elementwise:mix_residuals"),
+        invariant("triton.activation:mix_residuals", "triton.activation:refuses_mix"),
+        invariant("torch.elementwise:mix_residuals"),
+    ),
     "scale": (
         invariant("native.elementwise:scale"),
         invariant("torch.elementwise:scale"),
@@ -275,6 +285,12 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("triton.mla.invariant_mla:mla_decode", "triton.mla.mla_decode:refuses"),
         kernel("torch.mla:mla_attention"),
     ),
+    "mla_block_attention": (
+        invariant("native.mla:mla_block_attention", "native.mla:refuses"),
+        kernel("triton.mla.mla_decode:mla_block_attention", "triton.mla.mla_decode:refuses"),
+        invariant("triton.mla.invariant_mla:mla_block_attention", "triton.mla.mla_decode:refuses"),
+        kernel("torch.mla:mla_block_attention"),
+    ),
     "mla_prefill": (
         kernel("aiter.mla_prefill:mla_prefill", "aiter.mla_prefill:refuses"),
         invariant("native.mla:mla_attention", "native.mla:refuses"),
@@ -380,6 +396,44 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         ),
         kernel(
             "torch.quant:quant_clamped_experts",
+            prepare="torch.quant:prepare_experts",
+            dequantises=True,
+        ),
+    ),
+    "situ_experts": (
+        invariant("native.moe:situ_experts"),
+        kernel("triton.products.moe_experts:situ_experts", "triton.products.moe_align:refuses"),
+        invariant(
+            "triton.products.invariant_experts:situ_experts", "triton.products.moe_align:refuses"
+        ),
+        kernel("torch.moe:situ_experts"),
+    ),
+    "quant_situ_experts": (
+        invariant(
+            "native.quant.experts:quant_situ_experts",
+            "native.quant.experts:refuses",
+            prepare="native.quant.experts:prepare",
+        ),
+        invariant(
+            "native.quant.experts:dense_situ_experts",
+            "native.quant.experts:refuses_dense",
+            prepare="torch.quant:prepare_experts",
+            dequantises=True,
+        ),
+        kernel(
+            "triton.products.quant_experts:quant_situ_experts",
+            "triton.products.quant_experts:refuses",
+            prepare="triton.products.quant_experts:prepare",
+            note=lambda query: find("triton.products.quant_layout:note")(query),
+        ),
+        invariant(
+            "triton.products.invariant_experts:quant_situ_experts",
+            "triton.products.quant_experts:refuses",
+            prepare="triton.products.quant_experts:prepare",
+            note=lambda query: find("triton.products.quant_layout:note")(query),
+        ),
+        kernel(
+            "torch.quant:quant_situ_experts",
             prepare="torch.quant:prepare_experts",
             dequantises=True,
         ),

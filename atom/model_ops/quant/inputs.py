@@ -16,6 +16,7 @@ _OF_QUANTISED = {
     "logits": "quant_logits",
     "moe_experts": "quant_experts",
     "clamped_experts": "quant_clamped_experts",
+    "situ_experts": "quant_situ_experts",
 }
 _INTEGERS = ("int4", "int6", "int8")
 

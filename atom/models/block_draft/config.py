@@ -20,6 +20,8 @@ _MARKOV_KEYS = (
     *("markov_rank", "markov_head_type"),
     *("enable_confidence_head", "confidence_head_with_markov"),
 )
+# Rows of a block of a format that does not say it: as many as its published figures were made with.
+_LATENT_BLOCK = 7
 _SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
@@ -96,7 +98,7 @@ class BlockDraftConfig(DraftFields, frozen=True, kw_only=True):
 
     nested: ClassVar = ("dflash_config",)
     inner_first: ClassVar = ("block_size", "mask_token_id")
-    unused: ClassVar = "selector_loss_alpha logit_scale"
+    unused: ClassVar = "selector_loss_alpha logit_scale target_num_hidden_layers"
     layer_types_known: ClassVar = ("qwen3", "llama")
 
     max_position_embeddings: Count = 32768
@@ -138,6 +140,15 @@ class BlockDraftConfig(DraftFields, frozen=True, kw_only=True):
         if {self.is_neox_style, self.rope_is_neox_style} == {True, False}:
             raise ValueError("is_neox_style and rope_is_neox_style contradict each other")
         self._check_masks()
+        if self.format.has_latents != (self.kv_lora_rank is not None):
+            raise ValueError(
+                f"architecture {self.format.architecture} contradicts kv_lora_rank="
+                f"{self.kv_lora_rank!r}"
+            )
+        if self.format.has_latents:
+            self.check_latents()
+            if set(self.masks) != {LayerMask(None, False)}:
+                raise ValueError("blocks of latent attention see all of the context and themselves")
         if self.conv is not None and self.hidden_size % self.conv.group:
             raise ValueError(
                 f"conv_group_size={self.conv.group} does not divide hidden_size={self.hidden_size}"
@@ -186,7 +197,16 @@ class BlockDraftConfig(DraftFields, frozen=True, kw_only=True):
     @classmethod
     def complete(cls, flat: dict[str, Any]) -> None:
         super().complete(flat)
-        flat["(kind)"] = find_format(flat).kind
+        form = find_format(flat)
+        flat["(kind)"] = form.kind
+        if form.has_latents:
+            # Its name for the number of hidden states.
+            count = flat.pop("num_target_layers", None)
+            if count is not None:
+                flat.setdefault("num_aux_hidden_states", count)
+            if "target_num_hidden_layers" in flat:
+                flat["num_target_layers"] = flat["target_num_hidden_layers"]
+            flat.setdefault("block_size", _LATENT_BLOCK)
         if "logit_scale" in flat:
             flat.setdefault("output_multiplier", flat["logit_scale"])
         names = ("aux_hidden_state_layer_ids", "target_layer_ids", "layer_ids")
@@ -272,7 +292,17 @@ class BlockDraftConfig(DraftFields, frozen=True, kw_only=True):
     @property
     def interleaved(self) -> bool:
         """Whether RoPE rotates neighbouring elements instead of halves."""
+        if self.format.has_latents:
+            return self.rope_interleave
         return False in (self.is_neox_style, self.rope_is_neox_style)
+
+    @property
+    def shares_vocabulary(self) -> bool:
+        return self.format.has_latents
+
+    def network_fields(self) -> dict[str, Any]:
+        fields = super().network_fields()
+        return self.with_latents(fields) if self.format.has_latents else fields
 
     def shared_with_target(self) -> list[tuple[str, int, str]]:
         shared = super().shared_with_target()

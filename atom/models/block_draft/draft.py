@@ -16,6 +16,7 @@ from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.block_draft.config import BlockDraftConfig
 from atom.models.block_draft.heads import CandidateSelector, ConfidenceHead, MarkovHead, PathHead
 from atom.models.block_draft.layers import BlockDraftLayer
+from atom.models.deepseek_v2 import PACKED_ATTENTION
 from atom.models.eagle3.parts import DraftParts
 from atom.models.eagle3.sharing import SharingDraft
 
@@ -31,7 +32,13 @@ class BlockDraft(SharingDraft):
         aux_layer_ids: boundary ids of the target's hidden states that `fuse` reads, in order.
     """
 
-    renames: ClassVar = (("model.", ""),)
+    renames: ClassVar = (
+        ("model.", ""),
+        # Names of drafts with latent attention.
+        ("context_proj.", "fc."),
+        ("context_norm.", "hidden_norm."),
+        ("final_norm.", "norm."),
+    )
 
     def __init__(
         self,
@@ -53,6 +60,7 @@ class BlockDraft(SharingDraft):
         )
         self.layers = nn.ModuleList(self._layers)
         self.norm = ResidualRMSNorm(size, eps, context)
+        # The size of latent attention's rotated part is its head_dim.
         self.rotary = RotaryEmbedding(network, network.head_dim, context, config.interleaved)
         head = PathHead()
         if config.markov is not None:
@@ -73,10 +81,18 @@ class BlockDraft(SharingDraft):
             packed={
                 "kv_proj": ("k_proj", "v_proj"),
                 "gate_up_proj": ("gate_proj", "up_proj"),
+                **(PACKED_ATTENTION if self.config.format.has_latents else {}),
             },
             # t2d is redundant: d2t also says which target tokens the draft knows.
-            ignored=(r"(model\.)?t2d", r".*\.rotary_emb\.inv_freq"),
+            ignored=(r"(model\.)?t2d", r".*\.rotary_emb\.inv_freq", *self._copies),
         )
+
+    @property
+    def _copies(self) -> tuple[str, ...]:
+        """Tensors that are copies of the target's."""
+        if not self.config.format.has_latents:
+            return ()
+        return (r"(model\.)?(embed_tokens|lm_head)\.weight",)
 
     def fuse(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Combine the target's hidden states: n of [T, target_hidden] -> [T, hidden]."""

@@ -20,6 +20,8 @@ class BlockFormat:
         plain_kind: what it is without its head, too.
         samples_anchor: what a config means that does not say it.
         speculators: whether it has the layout of the speculators library.
+        has_latents: whether its attention is to latents; then its embedding and head are the
+            target's, and its config does not say how long a block is.
     """
 
     architecture: str
@@ -29,6 +31,7 @@ class BlockFormat:
     plain_kind: str | None = None
     samples_anchor: bool = False
     speculators: bool = False
+    has_latents: bool = False
 
 
 _DFLASH = BlockFormat("DFlashDraftModel", "dflash")
@@ -38,6 +41,7 @@ _FORMATS = (
     _DFLASH,
     _DFLASH2,
     replace(_DSPARK, samples_anchor=True),
+    replace(_DSPARK, architecture="K3DSparkModel", samples_anchor=True, has_latents=True),
     replace(_DFLASH, architecture="DFlashSpeculator", speculators=True),
     replace(_DFLASH2, speculators=True),
     replace(_DSPARK, architecture="DSparkSpeculator", speculators=True),

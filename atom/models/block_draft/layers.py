@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
-from atom.model_ops.attention.block import BlockAttention
+from atom.model_ops.attention.block import BlockAttention, BlockMLAAttention
 from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
@@ -17,7 +19,11 @@ from atom.model_ops.linear import (
 )
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.models.block_draft.config import BlockConv, BlockDraftConfig
+from atom.models.deepseek_v2 import DeepseekV2Attention
 from atom.models.llama import LlamaMLP
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class BlockDraftAttention(nn.Module):
@@ -75,6 +81,26 @@ class BlockDraftAttention(nn.Module):
         return self.k_norm(k), v
 
 
+class LatentBlockAttention(DeepseekV2Attention):
+    """Latent attention of a block; its context is projected from other states than its queries."""
+
+    mla_class = BlockMLAAttention
+
+    @staticmethod
+    def latent_eps(config: PretrainedConfig) -> float:
+        return float(config.rms_norm_eps)
+
+    def write_context(
+        self,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> None:
+        """Write the latents of rows that the target computed, states [T, hidden]."""
+        self.write_kv(states, positions, metadata, rotary)
+
+
 class ResidualConv(nn.Module):
     """A causal convolution along the block before a sublayer, and another after it.
 
@@ -127,7 +153,11 @@ class BlockDraftLayer(nn.Module):
         network, size = config.network, config.hidden_size
         eps = network.rms_norm_eps
         self.input_layernorm = ResidualRMSNorm(size, eps, context)
-        self.self_attn = BlockDraftAttention(config, layer_id, context, f"{prefix}.self_attn")
+        self.self_attn: BlockDraftAttention | LatentBlockAttention
+        if config.format.has_latents:
+            self.self_attn = LatentBlockAttention(network, layer_id, context, f"{prefix}.self_attn")
+        else:
+            self.self_attn = BlockDraftAttention(config, layer_id, context, f"{prefix}.self_attn")
         self.mlp = LlamaMLP(network, network.intermediate_size, context, f"{prefix}.mlp")
         self.post_attention_layernorm = ResidualRMSNorm(size, eps, context, self.mlp.reader)
         self.attention_conv: ResidualConv | None = None

@@ -45,6 +45,8 @@ _COUNTS = {
     "linear_num_heads": 1 << 14,
     "linear_head_dim": 1 << 14,
     "linear_conv_kernel_dim": 1 << 6,
+    "routed_expert_hidden_size": 1 << 18,
+    "attn_res_block_size": 1 << 10,
     "max_position_embeddings": 1 << 28,
 }
 # The same, with a minimum of 0.

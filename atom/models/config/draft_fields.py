@@ -162,6 +162,12 @@ class DraftFields(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: Count = 2048
     rms_norm_eps: Factor = 1e-6
     attention_bias: bool = False
+    q_lora_rank: Count | None = None
+    kv_lora_rank: Count | None = None
+    qk_nope_head_dim: Count | None = None
+    qk_rope_head_dim: Count | None = None
+    v_head_dim: Count | None = None
+    rope_interleave: bool = True
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
     layer_types: tuple[str, ...] | None = None
@@ -282,6 +288,25 @@ class DraftFields(msgspec.Struct, frozen=True, kw_only=True):
             "rope_parameters": self._rope(),
         }
 
+    def check_latents(self) -> None:
+        """Refuse latent attention without all of its sizes."""
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if getattr(self, name) is None:
+                raise ValueError(f"{name} is missing, got None")
+
+    def with_latents(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """`network_fields` of a network with latent attention."""
+        return {
+            **{k: v for k, v in fields.items() if k != "num_key_value_heads"},
+            "q_lora_rank": self.q_lora_rank,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_nope_head_dim": self.qk_nope_head_dim,
+            "qk_rope_head_dim": self.qk_rope_head_dim,
+            "head_dim": self.qk_rope_head_dim,  # the rotary dimensions
+            "v_head_dim": self.v_head_dim,
+            "rope_interleave": self.rope_interleave,
+        }
+
     def _rope(self) -> dict[str, Any]:
         parameters = {**self.rope_scaling, **self.rope_parameters}
         kind = parameters.pop("type", None)
@@ -323,6 +348,11 @@ class DraftFields(msgspec.Struct, frozen=True, kw_only=True):
             both = " and ".join(f"{aux.field}={list(aux.ids)}" for aux in given)
             raise ValueError(f"{both} say the same thing in two ways; leave one of them")
         return given[0] if given else None
+
+    @property
+    def shares_vocabulary(self) -> bool:
+        """Whether embedding and head are the target's, although the checkpoint has copies."""
+        return False
 
     @property
     def fc_fan_in(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from atom.models.config.hybrid_configs import KimiLinearConfig
+from atom.models.config.hybrid_configs import KimiK3Config, KimiLinearConfig
 from atom.models.config.latent_configs import (
     DeepseekV2Config,
     DeepseekV3Config,
@@ -212,6 +212,7 @@ _CONFIGS: dict[str, type[ModelConfig]] = {
         Glm4MoeLiteConfig,
         MiniMaxM2Config,
         KimiLinearConfig,
+        KimiK3Config,
     )
 }
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from atom.config import ConfigError
 from atom.models.config.latent_configs import LatentConfig, dense_first
+from atom.models.config.model_config import ModelConfig
 
 
 @dataclass(kw_only=True)
@@ -85,3 +86,33 @@ class KimiLinearConfig(LatentConfig):
                 f"once in full_attn_layers or kda_layers"
             )
         return ["full_attention" if i in full else "linear_attention" for i in layers]
+
+
+@dataclass(kw_only=True)
+class KimiK3Config(ModelConfig):
+    """Kimi-K3's fields: those of its text model have Kimi-Linear's names, and some of their own."""
+
+    model_type = "kimi_k3"
+
+    text_config: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+
+    def complete(self) -> None:
+        """Raises:
+        ConfigError: without a text model, or without what Kimi-Linear has another default of.
+        """
+        text = self.text_config
+        if text is None or text.get("model_type") != "kimi_linear":
+            raise ConfigError("kimi_k3 should have a text_config of model_type kimi_linear")
+        if text.get("routed_scaling_factor") is None:
+            raise ConfigError("kimi_k3 should state routed_scaling_factor in its text_config")
+        self._text = KimiLinearConfig.from_dict(text)
+        super().complete()
+
+    def get_text_config(self) -> ModelConfig:
+        return self._text
+
+    def to_dict(self) -> dict[str, Any]:
+        made = super().to_dict()
+        del made["_text"]
+        return made

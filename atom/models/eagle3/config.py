@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from atom.config import ConfigError
 from atom.models.config.aux_layers import AUX_FIELDS
-from atom.models.config.draft_fields import Count, DraftFields
+from atom.models.config.draft_fields import DraftFields
 
 MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 # Drafts all tokens in one pass: P-EAGLE.
@@ -54,12 +54,6 @@ class Eagle3Config(DraftFields, frozen=True, kw_only=True):
     norm_before_fc: bool = False
     mlp_bias: bool = False
     parallel_drafting: bool | None = None
-    q_lora_rank: Count | None = None
-    kv_lora_rank: Count | None = None
-    qk_nope_head_dim: Count | None = None
-    qk_rope_head_dim: Count | None = None
-    v_head_dim: Count | None = None
-    rope_interleave: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,9 +100,7 @@ class Eagle3Config(DraftFields, frozen=True, kw_only=True):
                 raise ValueError(f"sliding_window={self.window} is not supported for an MLA draft")
             if self.mlp_bias:
                 raise ValueError("mlp_bias=true is not supported for an MLA draft")
-            for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-                if getattr(self, name) is None:
-                    raise ValueError(f"{name} is missing, got None")
+            self.check_latents()
             return
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
@@ -168,13 +160,4 @@ class Eagle3Config(DraftFields, frozen=True, kw_only=True):
         fields = {**super().network_fields(), "mlp_bias": self.mlp_bias}
         if not self.is_mla:
             return {**fields, "sliding_window": self.window}
-        return {
-            **{k: v for k, v in fields.items() if k != "num_key_value_heads"},
-            "q_lora_rank": self.q_lora_rank,
-            "kv_lora_rank": self.kv_lora_rank,
-            "qk_nope_head_dim": self.qk_nope_head_dim,
-            "qk_rope_head_dim": self.qk_rope_head_dim,
-            "head_dim": self.qk_rope_head_dim,  # the rotary dimensions
-            "v_head_dim": self.v_head_dim,
-            "rope_interleave": self.rope_interleave,
-        }
+        return self.with_latents(fields)

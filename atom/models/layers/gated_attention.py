@@ -39,7 +39,7 @@ class GatedAttention(Qwen3Attention):
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
         gated, k, v = self.qkv_proj.split(self.qkv_proj(x))
-        q, gate = self.prepare_queries(gated[:, ::2]), gated[:, 1::2].flatten(1)
+        q, gate = self.prepare_queries(gated[:, ::2]), gated[:, 1::2].flatten(1).contiguous()
         attended = self.attn(q, self.prepare_keys(k), v, positions, metadata, rotary)
         self._mul_sigmoid(attended.view(gate.shape), gate)
         out: torch.Tensor = self.o_proj(attended)

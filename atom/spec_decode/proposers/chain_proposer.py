@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from atom.batch import Lookahead
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.attention.metadata import (
+    DRAFT_CHOICE,
     AttentionMetadata,
     ImageRows,
     ModelOutput,
@@ -56,6 +57,7 @@ class ChainStart:
         block_tables: [S, max_blocks] int32.
         block_counts: [S] int32; blocks of each sequence.
         max_context_len: upper bound of the context lengths in the last step.
+        choice: `AttentionMetadata.draft_choice` of the sequences.
         draft_sampling, guide: as in `VerifiedStep`.
     """
 
@@ -67,6 +69,7 @@ class ChainStart:
     max_context_len: int
     draft_sampling: SamplingMetadata | None = None
     guide: Guide | None = None
+    choice: AttentionMetadata | None = None
 
 
 class DraftChain:
@@ -96,6 +99,7 @@ class DraftChain:
         first: Chosen,
         hidden: torch.Tensor,
         num_drafts: int,
+        choice: AttentionMetadata | None = None,
     ) -> Proposal:
         """Make the remaining drafts from the first ones and their hidden states [S, hidden].
 
@@ -103,6 +107,7 @@ class DraftChain:
             positions: [S], of the rows that the first drafts were made from.
             num_drafts: at least 1. Without any sequence a padding row is computed: other ranks may
                 wait for this one's experts.
+            choice: the sequences' `AttentionMetadata.draft_choice` in the pass of the first drafts.
 
         Returns:
             The first drafts included.
@@ -113,6 +118,7 @@ class DraftChain:
         if not len(positions):
             self.run(_padding(start), num_drafts - 1)
             return Proposal(*(t.new_empty((0, num_drafts)) for t in first.tensors))
+        start = replace(start, choice=choice)
         return together([first, *self.run(start, num_drafts - 1)])
 
     def begin(
@@ -185,7 +191,7 @@ class DraftChain:
             self._block_size,
             self._max_model_len,
         )
-        return positions, AttentionMetadata(
+        metadata = AttentionMetadata(
             slot_mapping=slots,
             block_tables=tables,
             block_counts=start.block_counts,
@@ -196,6 +202,8 @@ class DraftChain:
             query_lens_cpu=(1,) * count,
             context_lens_cpu=None,
         )
+        metadata.leave(DRAFT_CHOICE, start.choice)
+        return positions, metadata
 
 
 def _padding(like: ChainStart) -> ChainStart:
@@ -346,7 +354,10 @@ class ChainProposer:
         newest_states = states[last]
         chosen = self._choose(0, newest_states, newest, step.draft_sampling, step.guide)
         newest_fed = newest_states if fed is states else fed[last]
-        return self._chain.extend(step, newest, chosen, newest_fed, num_drafts)
+        choice = metadata.draft_choice
+        if choice is not None:
+            choice = choice.of_queries(last)
+        return self._chain.extend(step, newest, chosen, newest_fed, num_drafts, choice)
 
     def _predict(
         self,

@@ -64,6 +64,16 @@ def _silu(size: int, dtype: torch.dtype = BF16) -> Case:
     return Case(name, "silu_and_mul", arguments, {"size": size}, dtype=dtype)
 
 
+def _situ(query: OpQuery) -> tuple[object, ...]:
+    return torch.empty(64, 2 * 3072, dtype=query.dtype), 4.0, 25.0
+
+
+def _mixture(query: OpQuery) -> tuple[object, ...]:
+    closed, *rows = (torch.empty(*n, 64, 7168, dtype=query.dtype) for n in ((8,), ()))
+    weight = torch.empty(7168, dtype=query.dtype)
+    return closed, *rows, weight, weight[None], 1e-5
+
+
 def _choose(vocab_size: int, *options: str, dtype: torch.dtype = BF16) -> Case:
     if options:
         options += ("temperature", "seeds", "positions")
@@ -182,6 +192,8 @@ CASES: tuple[Case, ...] = (
     _silu(1536, FP32),
     _silu(14336),
     _silu(2048, FP16),
+    Case("situ_and_mul/3072", "situ_and_mul", _situ, {"size": 3072}),
+    Case("mix_residuals/8 of 7168", "mix_residuals", _mixture, {"size": 7168}),
     _choose(163840, "min_p", "top_k", "top_p"),
     _choose(163840),
     _choose(163840, "min_p"),

@@ -69,6 +69,7 @@ def _elementwise() -> list[OpCase]:
     angles = torch.rand(40, 64) * 6
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     turned = integers(40, 5), random(5, 4, 128), random(5, 2, 128, seed=1), cos_sin, False
+    mixed = random(3, 5, 256, seed=8), x, weight, random(1, 256, seed=9) / 8, 1e-5
     return [
         OpCase("rms_norm", (x, weight, 1e-5), {"size": 256}, tolerance=ROUNDED),
         OpCase("layer_norm", (x, weight, 1e-5), {"size": 256}, tolerance=ROUNDED),
@@ -76,6 +77,8 @@ def _elementwise() -> list[OpCase]:
         OpCase("add_rms_norm", (x, y, weight, 1e-5), {"size": 256}, tolerance=2 * ROUNDED),
         OpCase("silu_and_mul", (random(5, 512),), {"size": 256}, tolerance=ROUNDED),
         OpCase("gelu_and_mul", (random(5, 512),), {"size": 256}, tolerance=ROUNDED),
+        OpCase("situ_and_mul", (random(5, 512) * 3, 4.0, 25.0), {"size": 256}, tolerance=ROUNDED),
+        OpCase("mix_residuals", mixed, {"size": 256}, tolerance=ROUNDED),
         OpCase("add", (x, y), tolerance=ROUNDED, writes=True),
         OpCase("scale", (x, 0.3), tolerance=ROUNDED, writes=True),
         OpCase("softcap", (x, 0.7), tolerance=2 * ROUNDED, writes=True),
@@ -109,6 +112,7 @@ def _products() -> list[OpCase]:
         OpCase("embedding", (integers(96, 7), weight)),
         OpCase("clamped_experts", clamped, layer, tolerance=2 * ROUNDED),
         OpCase("moe_experts", (*experts, gates, ids), layer, tolerance=2 * ROUNDED),
+        OpCase("situ_experts", (*experts, gates, ids, 0, 4.0, 25.0), layer, tolerance=2 * ROUNDED),
     ]
 
 

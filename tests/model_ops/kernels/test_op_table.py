@@ -65,7 +65,7 @@ SIZES = {
 
 QUANTISED = (
     *("quant_linear", "quant_embedding", "quant_experts", "quant_logits"),
-    "quant_clamped_experts",
+    *("quant_clamped_experts", "quant_situ_experts"),
     *("add_rms_norm_quantise", "rms_norm_pair_quantise"),
 )
 

@@ -17,6 +17,7 @@ from model_ops.batches import Part, attention_metadata
 from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.kernels.torch import mla as torch_mla
 from atom.model_ops.kernels.triton.attention.prefill_attention import num_splits as prefill_splits
+from atom.model_ops.kernels.triton.mla import invariant_mla
 from atom.model_ops.kernels.triton.mla import mla_decode as decode_module
 from atom.model_ops.kernels.triton.mla import mla_prefill as prefill_module
 from atom.model_ops.kernels.triton.mla.mla_cache_write import mla_cache_write
@@ -104,7 +105,7 @@ def make_batch(
     )
 
 
-def by_definition(batch: Batch) -> torch.Tensor:
+def by_definition(batch: Batch, causal: bool = True) -> torch.Tensor:
     """[T, heads, v] in float64; every head's keys and values are built."""
     q, up = batch.q.cpu().double(), batch.up_proj.cpu().double()
     heads, rank = up.shape[0], up.shape[2]
@@ -117,7 +118,8 @@ def by_definition(batch: Batch) -> torch.Tensor:
         values = torch.einsum("cr,hvr->hcv", context[:, :rank], up[:, nope:])
         scores = torch.einsum("lhd,hcd->lhc", rows, keys) * SCALE
         seen = torch.ones(len(rows), len(context)).tril(len(context) - len(rows)).bool()
-        scores.masked_fill_(~seen[:, None], float("-inf"))
+        if causal:
+            scores.masked_fill_(~seen[:, None], float("-inf"))
         out.append(torch.einsum("lhc,hcv->lhv", scores.softmax(dim=-1), values))
     return torch.cat(out)
 
@@ -127,9 +129,9 @@ def run(attend: Attend, batch: Batch, **changes: object) -> torch.Tensor:
     return attend(batch.q, batch.cache, batch.up_proj, metadata, SCALE)
 
 
-def check(attend: Attend, batch: Batch, **changes: object) -> None:
+def check(attend: Attend, batch: Batch, causal: bool = True, **changes: object) -> None:
     out = run(attend, batch, **changes)
-    expected = by_definition(batch)
+    expected = by_definition(batch, causal)
     assert out.dtype is batch.q.dtype
     assert out.is_contiguous()
     error = (out.cpu().double() - expected).abs().max() / expected.abs().max()
@@ -182,6 +184,52 @@ class TestDecode:
         monkeypatch.setattr(decode_module, "_LEAST_KEYS", 16)
         contexts = [(300, 2), (17, 2)] if splits == 32 else [(100, 2), (17, 2)]
         check(mla_decode, make_batch(contexts, device))
+
+    @pytest.mark.parametrize("splits", [1, 3])
+    def test_a_block_whose_queries_see_each_other(
+        self, splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The other kernel as well, whose splits are always the same."""
+        monkeypatch.setattr(decode_module, "num_splits", lambda *_: splits)
+        monkeypatch.setattr(decode_module, "_LEAST_KEYS", 16)
+        sizes = dataclasses.replace(TINY, heads=9)
+        batch = make_batch([(60, 8), (8, 8), (23, 2)], device, sizes)
+        check(decode_module.mla_block_attention, batch, causal=False)
+        check(invariant_mla.mla_block_attention, batch, causal=False)
+        check(torch_mla.mla_block_attention, batch, causal=False)
+
+    def test_more_sequences_than_a_grid_has_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A second direction of a grid ends at 65,535: sparse attention makes of every query of a
+        prompt a sequence.
+        """
+        grids: dict[str, tuple[int, ...]] = {}
+
+        class Kernel:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+                grids[self.name] = grid
+                return lambda *_, **__: None
+
+        for name in ("_absorbed_kernel", "_join_kernel"):
+            monkeypatch.setattr(decode_module, name, Kernel(name))
+        batch = make_batch([(5, 1)], torch.device("cpu"))
+        count = 70_000
+        metadata = dataclasses.replace(
+            batch.metadata,
+            block_tables=batch.metadata.block_tables.expand(count, -1),
+            context_lens=batch.metadata.context_lens.expand(count),
+            cu_seqlens_q=torch.arange(count + 1, dtype=torch.int32),
+        )
+        q = batch.q.expand(count, -1, -1)
+        for splits in (1, 2):
+            monkeypatch.setattr(decode_module, "num_splits", lambda *_, s=splits: s)
+            mla_decode(q, batch.cache, batch.up_proj, metadata, SCALE)
+            assert grids["_absorbed_kernel"] == (count, splits)
+        rows, columns = grids["_join_kernel"]
+        assert rows == count * TINY.heads
+        assert columns < 65_536
 
     def test_lengths_that_only_the_device_knows(self, device: torch.device) -> None:
         """As in a graph: a bound far above the lengths, and tables as wide as the bound."""

@@ -127,6 +127,24 @@ def check(
     assert error < (2e-6 if form.activations is None or device.type == "cpu" else 2e-2)
 
 
+def test_another_gate(device: torch.device) -> None:
+    form, scales = WEIGHT_ONLY["mxfp4"]
+    generator = torch.Generator().manual_seed(3)
+    x = (torch.randn(3, HIDDEN, generator=generator) * 4).to(device)
+    weights, ids = torch.rand(3, 1, generator=generator).to(device), torch.tensor([[0], [1], [2]])
+    w13 = on(device, random_weights(form, scales, 2 * INTER, HIDDEN, 1))
+    w2 = on(device, random_weights(form, scales, HIDDEN, INTER, 2))
+    routed = weights, ids.to(device), 1, 2.0, 3.0
+    dense = reference.prepare_experts(w13, w2, x.dtype)
+    expected = reference.quant_situ_experts(x, *dense, *routed)
+    platform = cpu_platform() if device.type == "cpu" else current_platform()
+    tiles = [prepare_tiles(matrix, platform) for matrix in (w13, w2)]
+    out = quant_experts.quant_situ_experts(x, *tiles, *routed)
+    assert (out - expected).abs().max() < 2e-6 * expected.abs().max()
+    silu = reference.quant_experts(x, *dense, *routed[:3])
+    assert (out - silu).abs().max() > 1e-2 * expected.abs().max()
+
+
 # Each format on the tiles of one vendor, which differ in what is multiplied by what.
 KINDS = ("rocm", "cuda")
 

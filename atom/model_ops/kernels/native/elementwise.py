@@ -15,6 +15,8 @@ _norm = Kernels("rms_norm", "5P5qdq")
 _layer_norm = Kernels("layer_norm", "4P6qdq")
 _silu = Kernels("silu_and_mul", "2P4q")
 _gelu = Kernels("gelu_and_mul", "2P4q")
+_situ = Kernels("situ_and_mul", "2P4q2d")
+_mix = Kernels("mix_residuals", "5P3qdq")
 _add = Kernels("add", "2P2q")
 _scale = Kernels("scale", "1P1qdq")
 _softcap = Kernels("softcap", "1P1qdq")
@@ -105,14 +107,50 @@ def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return _gate_and_mul(_gelu, x)
 
 
-def _gate_and_mul(kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
+def situ_and_mul(x: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
+    """The same with beta tanh(gate / beta) sigmoid(gate) and linear_beta tanh(up / linear_beta)."""
+    return _gate_and_mul(_situ, x, beta, linear_beta)
+
+
+def _gate_and_mul(kernels: Kernels, x: torch.Tensor, *factors: float) -> torch.Tensor:
     rows, width = x.shape
     size = width // 2
     stride = width
     if not x.is_contiguous():
         x, stride = rows_apart(x)
     out = x.new_empty(rows, size)
-    kernels(x.dtype, x.data_ptr(), out.data_ptr(), rows, size, stride, num_threads())
+    kernels(x.dtype, x.data_ptr(), out.data_ptr(), rows, size, stride, num_threads(), *factors)
+    return out
+
+
+def mix_residuals(
+    closed: torch.Tensor,
+    running: torch.Tensor,
+    norm: torch.Tensor,
+    proj: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """The mixture of closed [n, T, size], n at most 63, and running [T, size] by the softmax of
+    their scores, [T, size]: a score is the product of a row's norm with proj.
+
+    Args:
+        norm: [size], its weight.
+        proj: [1, size].
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+    """
+    rows, size = running.shape
+    count, dtype = closed.shape[0], running.dtype
+    fits = closed.shape == (count, rows, size) and norm.numel() == size == proj.numel()
+    alike = closed.dtype is dtype and norm.dtype is dtype and proj.dtype is dtype
+    dense = closed.is_contiguous() and running.is_contiguous()
+    if not (fits and alike and dense):
+        raise mismatch("mix_residuals", closed=closed, running=running, norm=norm, proj=proj)
+    out = torch.empty_like(running)
+    sources = closed.data_ptr(), running.data_ptr(), norm.data_ptr(), proj.data_ptr()
+    if _mix(dtype, *sources, out.data_ptr(), count, rows, size, eps, num_threads()):
+        raise mismatch("mix_residuals", closed=closed)
     return out
 
 

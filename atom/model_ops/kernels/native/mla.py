@@ -22,7 +22,7 @@ from atom.model_ops.kernels.native.bindings import (
 from atom.model_ops.registry import OpQuery
 
 _write = Kernels("mla_cache_write", "5P6q")
-_attention = Kernels("mla_attention", "8P12qd")
+_attention = Kernels("mla_attention", "8P13qd")
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -86,6 +86,30 @@ def mla_attention(
         ValueError: when shapes or data types do not fit.
         IndexError: when a sequence's lengths or block ids are out of range.
     """
+    return _attend(q, kv_cache, up_proj, metadata, scale, True)
+
+
+def mla_block_attention(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """`mla_attention` whose queries see the keys after them, too; a context may be shorter than its
+    queries.
+    """
+    return _attend(q, kv_cache, up_proj, metadata, scale, False)
+
+
+def _attend(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
     tokens, heads, head_dim = q.shape
     up_heads, up_rows, rank = up_proj.shape
     cache = kv_cache.latent
@@ -113,7 +137,8 @@ def mla_attention(
     indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr(), scale_at
     shape = tokens, heads, nope, rope, up_rows - nope, rank
     paged = num_blocks, block_size, table_width, sequences
-    wrong = _attention(dtype, *pointers, *indices, *shape, *paged, stride, num_threads(), scale)
+    last = stride, causal, num_threads()
+    wrong = _attention(dtype, *pointers, *indices, *shape, *paged, *last, scale)
     if wrong:
         raise IndexError(describe_sequence(metadata, wrong - 1, num_blocks))
     return out

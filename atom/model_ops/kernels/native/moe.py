@@ -94,6 +94,25 @@ def clamped_experts(
     return _sum_experts(x, w13, w2, (bias13, bias2), weights, ids, alpha, limit)
 
 
+def situ_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int,
+    beta: float,
+    linear_beta: float,
+) -> torch.Tensor:
+    """`moe_experts` with the gate of `situ_and_mul`.
+
+    Raises:
+        ValueError, IndexError: as `moe_experts`.
+    """
+    del elsewhere  # such an id adds nothing in any case
+    return _sum_experts(x, w13, w2, None, weights, ids, beta, linear_beta)
+
+
 def _sum_experts(
     x: torch.Tensor,
     w13: torch.Tensor,

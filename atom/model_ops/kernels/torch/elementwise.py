@@ -162,6 +162,35 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def situ_and_mul(x: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
+    """As `silu_and_mul`, with beta tanh(gate / beta) sigmoid(gate) and linear_beta tanh(up /
+    linear_beta) in float32 (Kimi-K3).
+    """
+    gate, up = x.float().chunk(2, dim=-1)
+    opened = beta * torch.tanh(gate / beta) * gate.sigmoid()
+    return (opened * linear_beta * torch.tanh(up / linear_beta)).to(x.dtype)
+
+
+def mix_residuals(
+    closed: torch.Tensor,
+    running: torch.Tensor,
+    norm: torch.Tensor,
+    proj: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """The mixture of closed [n, T, size], n at most 63, and running [T, size] by the softmax of
+    their scores, [T, size]: a score is the product of a row's norm with proj. In float32.
+
+    Args:
+        norm: [size], its weight.
+        proj: [1, size].
+    """
+    sources = torch.cat((closed, running[None])).float()
+    inverse = torch.rsqrt(sources.square().mean(-1) + eps)
+    scores = (sources * (norm.float() * proj.float().view(-1))).sum(-1) * inverse
+    return (scores.softmax(0)[..., None] * sources).sum(0).to(running.dtype)
+
+
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x + y in the memory of x, which is returned."""
     return x.add_(y)

@@ -143,6 +143,28 @@ def mla_attention(
 
     The last query of a sequence sits at the last position of its context.
     """
+    return _attend(q, kv_cache, up_proj, metadata, scale, causal=True)
+
+
+def mla_block_attention(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """`mla_attention` whose queries see the keys after them, too."""
+    return _attend(q, kv_cache, up_proj, metadata, scale, causal=False)
+
+
+def _attend(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
     heads, _, rank = up_proj.shape
     nope = q.shape[-1] - (kv_cache.latent.shape[-1] - rank)
     dtype = compute_dtype(q)
@@ -154,7 +176,7 @@ def mla_attention(
         batch = (q if tokens is None else q[tokens]).view(len(rows), length, heads, -1).to(dtype)
         longest = longest_context(metadata, rows)
         cache = gather_blocks(kv_cache.latent, kv_cache.scale, metadata, rows, longest, dtype)
-        mask = attention_mask(metadata, rows, length, longest)
+        mask = attention_mask(metadata, rows, length, longest, causal=causal)
         attend = _absorbed if length <= limit else _expanded
         attended = attend(batch, cache, w_uk, w_uv, mask, scale).flatten(0, 1).to(q.dtype)
         if tokens is None:
@@ -190,7 +212,7 @@ def _absorbed(
     carried = carried.view(heads, num_seqs, length, rank).permute(1, 0, 2, 3)
     wide = torch.cat((carried, q_rope.transpose(1, 2)), dim=-1).flatten(1, 2)[:, None]
     if mask is not None:
-        mask = mask[:, None].expand(-1, heads, -1, -1).flatten(1, 2)[:, None]
+        mask = mask[:, None].expand(-1, heads, length, -1).flatten(1, 2)[:, None]
     shared = cache[:, None]
     # Values are the first `rank` columns of the keys; padding to equal widths avoids a copy.
     seen = F.scaled_dot_product_attention(wide, shared, shared, attn_mask=mask, scale=scale)

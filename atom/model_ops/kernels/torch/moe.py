@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
-from atom.model_ops.kernels.torch.elementwise import silu_and_mul
+from atom.model_ops.kernels.torch.elementwise import silu_and_mul, situ_and_mul
 from atom.model_ops.kernels.torch.linear import linear
 from atom.model_ops.routing import Routing
 
@@ -90,6 +91,22 @@ def clamped_experts(
     """
     activate = clamped_gate(alpha, limit)
     return sum_experts(x, w13, w2, weights, ids, activate, (bias13, bias2))
+
+
+def situ_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int,
+    beta: float,
+    linear_beta: float,
+) -> torch.Tensor:
+    """`moe_experts` with the gate of `situ_and_mul`. Source: Kimi-K3."""
+    del elsewhere  # such an id adds nothing in any case
+    activate = partial(situ_and_mul, beta=beta, linear_beta=linear_beta)
+    return sum_experts(x, w13, w2, weights, ids, activate)
 
 
 def clamped_gate(alpha: float, limit: float) -> _Activate:

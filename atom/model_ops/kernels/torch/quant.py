@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from atom.model_ops.kernels.torch.elementwise import silu_and_mul
+from atom.model_ops.kernels.torch.elementwise import silu_and_mul, situ_and_mul
 from atom.model_ops.kernels.torch.linear import linear, logits
 from atom.model_ops.kernels.torch.moe import clamped_gate, sum_experts
 from atom.model_ops.kernels.torch.quantise import requantise
@@ -120,3 +120,22 @@ def quant_clamped_experts(
 
     biases = bias13, bias2
     return sum_experts(w13.round_inputs(x), w13.weight, w2.weight, weights, ids, between, biases)
+
+
+def quant_situ_experts(
+    x: torch.Tensor,
+    w13: DenseWeights,
+    w2: DenseWeights,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int,
+    beta: float,
+    linear_beta: float,
+) -> torch.Tensor:
+    """`situ_experts` of dequantised weights."""
+    del elsewhere  # an id beyond the experts adds nothing
+
+    def between(gate_up: torch.Tensor) -> torch.Tensor:
+        return w2.round_inputs(situ_and_mul(gate_up, beta, linear_beta))
+
+    return sum_experts(w13.round_inputs(x), w13.weight, w2.weight, weights, ids, between)

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "gates.h"
 #include "parallel.h"
-#include "simd.h"
 
 namespace atom {
 namespace {
@@ -121,21 +121,33 @@ struct GateArgs {
   int64_t rows, size, x_stride, threads;
 };
 
+struct SituArgs : GateArgs {
+  double beta, linear_beta;
+};
+
 struct Silu {
-  static ATOM_INLINE vfloat of(vfloat x) { return x / (exp(-x) + 1.0f); }
+  static ATOM_INLINE vfloat of(const GateArgs&, vfloat x, vfloat up) {
+    return x / (exp(-x) + 1.0f) * up;
+  }
 };
 
 // The approximation by tanh: x (1 + tanh(u)) / 2 = x / (1 + exp(-2u)).
 struct Gelu {
-  static ATOM_INLINE vfloat of(vfloat x) {
+  static ATOM_INLINE vfloat of(const GateArgs&, vfloat x, vfloat up) {
     constexpr float twice = 1.5957691216057308f;  // 2 sqrt(2 / pi)
     const vfloat u = x * (x * x * 0.044715f + 1.0f) * twice;
-    return x / (exp(-u) + 1.0f);
+    return x / (exp(-u) + 1.0f) * up;
   }
 };
 
-template <class T, class Gate>
-int64_t gate_and_mul(const GateArgs& a) {
+struct Situ {
+  static ATOM_INLINE vfloat of(const SituArgs& a, vfloat x, vfloat up) {
+    return situ_gate(x, up, float(a.beta), float(a.linear_beta));
+  }
+};
+
+template <class T, class Gate, class Args>
+int64_t gate_and_mul(const Args& a) {
   // One row may be all there is, so rows are cut into columns as well.
   constexpr int64_t columns = 512;
   const int64_t pieces = (a.size + columns - 1) / columns;
@@ -149,7 +161,59 @@ int64_t gate_and_mul(const GateArgs& a) {
       for (int64_t i = first; i < stop; i += kLanes) {
         const vfloat g = load_some(gate + i, stop - i);
         const vfloat up = load_some(gate + a.size + i, stop - i);
-        store_rounded_some(out + i, Gate::of(g) * up, stop - i);
+        store_rounded_some(out + i, Gate::of(a, g, up), stop - i);
+      }
+    }
+  });
+  return 0;
+}
+
+struct MixArgs {
+  const void* closed;   // [num_closed, rows, size]
+  const void* running;  // [rows, size]
+  const void* norm;     // [size]
+  const void* proj;     // [size]
+  void* out;            // [rows, size]
+  int64_t num_closed, rows, size;
+  double eps;
+  int64_t threads;
+};
+
+// Most that a model has: see the caller.
+constexpr int64_t kMostSources = 64;
+
+template <class T>
+int64_t mix_residuals(const MixArgs& a) {
+  const int64_t sources = a.num_closed + 1, size = a.size;
+  if (sources > kMostSources) return 1;
+  const int64_t threads = threads_for(a.rows * size * sources, a.threads);
+  run_shares(a.rows, threads, [&](int64_t begin, int64_t end) {
+    const T *norm = static_cast<const T*>(a.norm), *proj = static_cast<const T*>(a.proj);
+    for (int64_t row = begin; row < end; ++row) {
+      const T* source[kMostSources];
+      float share[kMostSources], largest = 0;
+      for (int64_t s = 0; s < sources; ++s) {
+        source[s] = s < a.num_closed ? static_cast<const T*>(a.closed) + (s * a.rows + row) * size
+                                     : static_cast<const T*>(a.running) + row * size;
+        vfloat squares{}, products{};
+        for (int64_t i = 0; i < size; i += kLanes) {
+          const vfloat v = load_some(source[s] + i, size - i);
+          squares = fma(v, v, squares);
+          const vfloat weight = load_some(norm + i, size - i) * load_some(proj + i, size - i);
+          products = fma(v, weight, products);
+        }
+        share[s] = sum(products) / std::sqrt(sum(squares) / float(size) + float(a.eps));
+        largest = s == 0 ? share[s] : std::max(largest, share[s]);
+      }
+      float total = 0;
+      for (int64_t s = 0; s < sources; ++s) total += share[s] = std::exp(share[s] - largest);
+      T* const out = static_cast<T*>(a.out) + row * size;
+      for (int64_t i = 0; i < size; i += kLanes) {
+        vfloat mixed{};
+        for (int64_t s = 0; s < sources; ++s) {
+          mixed = fma(load_some(source[s] + i, size - i), splat(share[s] / total), mixed);
+        }
+        store_rounded_some(out + i, mixed, size - i);
       }
     }
   });
@@ -381,6 +445,12 @@ int64_t mask_tokens(const MaskArgs& a) {
   }                                                                           \
   ATOM_EXPORT int64_t atom_gelu_and_mul_##name(const atom::GateArgs* args) {  \
     return atom::gate_and_mul<type, atom::Gelu>(*args);                       \
+  }                                                                           \
+  ATOM_EXPORT int64_t atom_situ_and_mul_##name(const atom::SituArgs* args) {  \
+    return atom::gate_and_mul<type, atom::Situ>(*args);                       \
+  }                                                                           \
+  ATOM_EXPORT int64_t atom_mix_residuals_##name(const atom::MixArgs* args) {  \
+    return atom::mix_residuals<type>(*args);                                  \
   }                                                                           \
   ATOM_EXPORT int64_t atom_scale_##name(const atom::ScaleArgs* args) {        \
     return atom::scale<type>(*args);                                          \

@@ -17,6 +17,7 @@ from atom.model_ops.kernels.native.moe import (
     bias_addresses,
     clamped_experts,
     moe_experts,
+    situ_experts,
 )
 from atom.model_ops.kernels.native.quant import pack
 from atom.model_ops.kernels.native.quant.pack import PackedWeights
@@ -126,6 +127,25 @@ def quant_clamped_experts(
     return _sum_experts(x, w13, w2, (bias13, bias2), weights, ids, alpha, limit)
 
 
+def quant_situ_experts(
+    x: torch.Tensor,
+    w13: PackedWeights,
+    w2: PackedWeights,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int,
+    beta: float,
+    linear_beta: float,
+) -> torch.Tensor:
+    """`quant_experts` with the gate of `situ_and_mul`.
+
+    Raises:
+        ValueError, IndexError: as `quant_experts`.
+    """
+    del elsewhere  # such an id adds nothing in any case
+    return _sum_experts(x, w13, w2, None, weights, ids, beta, linear_beta)
+
+
 def _sum_experts(
     x: torch.Tensor,
     w13: PackedWeights,
@@ -195,3 +215,17 @@ def dense_clamped_experts(
     """`clamped_experts` of dequantised weights."""
     given = bias13, bias2, weights, ids, alpha, limit
     return clamped_experts(x, w13.weight, w2.weight, *given)
+
+
+def dense_situ_experts(
+    x: torch.Tensor,
+    w13: DenseWeights,
+    w2: DenseWeights,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int,
+    beta: float,
+    linear_beta: float,
+) -> torch.Tensor:
+    """`situ_experts` of dequantised weights."""
+    return situ_experts(x, w13.weight, w2.weight, weights, ids, elsewhere, beta, linear_beta)

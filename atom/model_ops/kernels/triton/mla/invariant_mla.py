@@ -32,6 +32,17 @@ def mla_decode(
     return attend(current_platform().kind, q, kv_cache, up_proj, metadata, scale)
 
 
+def mla_block_attention(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """`mla_decode` whose queries see the keys after them, too."""
+    return attend(current_platform().kind, q, kv_cache, up_proj, metadata, scale, causal=False)
+
+
 def mla_prefill(
     q: torch.Tensor,
     kv_cache: LatentCacheTensor,
@@ -50,6 +61,7 @@ def attend(
     up_proj: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
+    causal: bool = True,
 ) -> torch.Tensor:
     """`mla_decode` with the products' tiles of a platform `kind`."""
     tokens = q.shape[0]
@@ -65,6 +77,7 @@ def attend(
         kv_cache=kv_cache,
         metadata=metadata,
         scale=scale,
+        causal=causal,
     )
     seen = in_rounds(visit, num_splits(metadata.max_context_len), q.new_empty(tokens, heads, rank))
     out = q.new_empty(tokens, heads, up_rows - nope)

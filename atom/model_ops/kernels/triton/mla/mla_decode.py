@@ -120,7 +120,8 @@ _JOIN_SPLITS = 16
 _JOIN_COLUMNS = 128
 
 # Not specialised, so that one compiled kernel serves all batches.
-_VARYING = ["table_stride", "splits", "num_rows", "first_split"]
+_VARYING = ["table_stride", "splits", "num_rows", "first_split", "num_tiles"]
+_JOIN_VARYING = ["splits", "num_rows", "most_rows"]
 _SLICES = ["rope_ptr", "tables_ptr", "contexts_ptr", "starts_ptr", "padding_ptr"]
 
 
@@ -143,10 +144,34 @@ def mla_decode(
 
     The last query of a sequence sits at the last position of its context. No host sync.
     """
+    return _decode(q, kv_cache, up_proj, metadata, scale, causal=True)
+
+
+def mla_block_attention(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """`mla_decode` whose queries see the keys after them, too; a context may be shorter than its
+    queries.
+    """
+    return _decode(q, kv_cache, up_proj, metadata, scale, causal=False)
+
+
+def _decode(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
     heads, up_rows, rank = up_proj.shape
     nope = q.shape[-1] - (kv_cache.latent.shape[-1] - rank)
     out = q.new_empty(q.shape[0], heads, up_rows - nope)
-    attend_absorbed(q, kv_cache, up_proj, metadata, scale, out)
+    attend_absorbed(q, kv_cache, up_proj, metadata, scale, out, causal)
     return out
 
 
@@ -157,12 +182,13 @@ def attend_absorbed(
     metadata: AttentionMetadata,
     scale: float,
     out: torch.Tensor,
+    causal: bool = True,
 ) -> None:
     """`mla_decode` for any query lengths, into `out` [T, heads, v]."""
     rank = up_proj.shape[2]
     nope = q.shape[-1] - (kv_cache.latent.shape[-1] - rank)
     carried = torch.bmm(q[..., :nope].transpose(0, 1), up_proj[:, :nope])
-    seen = _attend(carried, q[..., nope:], kv_cache, metadata, scale)
+    seen = _attend(carried, q[..., nope:], kv_cache, metadata, scale, causal)
     torch.bmm(seen.transpose(0, 1), up_proj[:, nope:].transpose(1, 2), out=out.transpose(0, 1))
 
 
@@ -183,6 +209,7 @@ def _attend(
     kv_cache: LatentCacheTensor,
     metadata: AttentionMetadata,
     scale: float,
+    causal: bool,
 ) -> torch.Tensor:
     """carried [heads, T, rank], q_rope [T, heads, rope] -> [T, heads, rank]."""
     heads, num_tokens, rank = carried.shape
@@ -199,26 +226,26 @@ def _attend(
     if splits > 1:
         partial = carried.new_empty((splits, num_rows, rank), dtype=torch.float32)
         lse = carried.new_empty((splits, num_rows), dtype=torch.float32)
-    _absorbed_kernel[(num_tiles, num_seqs, splits)](
+    _absorbed_kernel[(num_tiles * num_seqs, splits)](
         carried, q_rope, latent, kv_cache.scale,
         metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q,
         metadata.padding_lens, partial, lse, scale * LOG2_E,
         q_rope.stride(0), q_rope.stride(1),
         latent.stride(0), latent.stride(1), metadata.block_tables.stride(0), splits, num_rows,
-        0,
+        0, num_tiles,
         HEADS=heads, RANK=rank, ROPE=q_rope.shape[2],
         RANK_PADDED=padded(rank), ROPE_PADDED=padded(q_rope.shape[2]),
         BLOCK_SIZE=kv_cache.block_size, ROWS=tiles.rows, KEYS=tiles.keys,
         LATENTS_FIRST=tiles.latents_first, HOIST=tiles.hoist,
-        LEAST_KEYS=_LEAST_KEYS, SPLIT_KEYS=0, SPLIT=splits > 1,
+        LEAST_KEYS=_LEAST_KEYS, SPLIT_KEYS=0, SPLIT=splits > 1, CAUSAL=causal,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if splits > 1:
         columns = min(padded(rank), _JOIN_COLUMNS)
-        grid = (metadata.max_seqlen_q * heads, num_seqs, triton.cdiv(rank, columns))
-        _join_kernel[grid](
+        most_rows = metadata.max_seqlen_q * heads
+        _join_kernel[(most_rows * num_seqs, triton.cdiv(rank, columns))](
             partial, lse, metadata.context_lens, metadata.cu_seqlens_q, seen, splits, num_rows,
-            HEADS=heads, RANK=rank, COLUMNS=columns, TILE=_JOIN_SPLITS, KEYS=tiles.keys,
+            most_rows, HEADS=heads, RANK=rank, COLUMNS=columns, TILE=_JOIN_SPLITS, KEYS=tiles.keys,
             LEAST_KEYS=_LEAST_KEYS, num_warps=4,
         )  # fmt: skip
     return seen
@@ -234,6 +261,7 @@ def attend_fixed_splits(
     kv_cache: LatentCacheTensor,
     metadata: AttentionMetadata,
     scale: float,
+    causal: bool = True,
 ) -> None:
     """What `_attend` computes of splits of `split_keys` keys, in tiles that are always the same.
 
@@ -246,18 +274,18 @@ def attend_fixed_splits(
     latent, splits = kv_cache.latent, lse.shape[2]
     tiles = decode_tiles(current_platform(), LARGEST_ROW_TILE, carried.dtype, kv_cache)
     num_tiles = triton.cdiv(metadata.max_seqlen_q * heads, tiles.rows)
-    _absorbed_kernel[(num_tiles, metadata.context_lens.shape[0], splits)](
+    _absorbed_kernel[(num_tiles * metadata.context_lens.shape[0], splits)](
         carried, q_rope, latent, kv_cache.scale,
         metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q,
         metadata.padding_lens, parts, lse, scale * LOG2_E,
         q_rope.stride(0), q_rope.stride(1),
         latent.stride(0), latent.stride(1), metadata.block_tables.stride(0), splits,
-        num_tokens * heads, first_split,
+        num_tokens * heads, first_split, num_tiles,
         HEADS=heads, RANK=rank, ROPE=q_rope.shape[2],
         RANK_PADDED=padded(rank), ROPE_PADDED=padded(q_rope.shape[2]),
         BLOCK_SIZE=kv_cache.block_size, ROWS=tiles.rows, KEYS=tiles.keys,
         LATENTS_FIRST=tiles.latents_first, HOIST=tiles.hoist,
-        LEAST_KEYS=_LEAST_KEYS, SPLIT_KEYS=split_keys, SPLIT=True,
+        LEAST_KEYS=_LEAST_KEYS, SPLIT_KEYS=split_keys, SPLIT=True, CAUSAL=causal,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
@@ -289,6 +317,7 @@ def _absorbed_kernel(
     splits,
     num_rows,
     first_split,
+    num_tiles,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -302,14 +331,17 @@ def _absorbed_kernel(
     LEAST_KEYS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
-    """Grid: tiles of rows, sequences, splits. Row r is head r % HEADS of query r // HEADS.
+    """Grid: tiles of rows of sequences, splits. Row r is head r % HEADS of query r // HEADS.
 
     Results of splits lie by split and row. With SPLIT_KEYS, splits have so many keys from a
     multiple of it on, the grid has those from first_split on, and results lie by row and split.
     With padding_ptr the last keys of a context are nobody's, and not read.
     """
-    tile, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # A grid has at most 65,535 programs in its second direction, and prompts more queries.
+    tile, sequence = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
+    split = tl.program_id(1)
     start = tl.load(starts_ptr + sequence)
     length = tl.load(starts_ptr + sequence + 1) - start
     context = tl.load(contexts_ptr + sequence)
@@ -349,7 +381,7 @@ def _absorbed_kernel(
     else:
         acc = tl.zeros([ROWS, RANK_PADDED], tl.float32)
     last_query = tl.minimum((tile * ROWS + ROWS - 1) // HEADS, length - 1)
-    end = tl.minimum(first + span, context - length + last_query + 1)
+    end = tl.minimum(first + span, context - length + last_query + 1 if CAUSAL else context)
     if padding_ptr is not None:
         end = tl.minimum(end, context - tl.load(padding_ptr + sequence))
     last = tl.maximum(end - 1, 0)
@@ -373,7 +405,9 @@ def _absorbed_kernel(
         else:
             scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
-        visible = (keys <= position[:, None]) & inside
+        visible = inside[None, :]
+        if CAUSAL:
+            visible &= keys <= position[:, None]
         scores = tl.where(visible, scores * score_scale, float("-inf"))
         weights, decay, total, top = soften(scores, total, top)
         weights = weights.to(latent.dtype)
@@ -401,7 +435,7 @@ def _absorbed_kernel(
     )
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+@triton.jit(do_not_specialize=_JOIN_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _join_kernel(
     partial_ptr,
     lse_ptr,
@@ -410,6 +444,7 @@ def _join_kernel(
     out_ptr,
     splits,
     num_rows,
+    most_rows,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -417,8 +452,8 @@ def _join_kernel(
     KEYS: tl.constexpr,
     LEAST_KEYS: tl.constexpr,
 ):
-    """Grid: rows, sequences, tiles of columns. Combines the splits, weighted by their sums."""
-    row, sequence = tl.program_id(0), tl.program_id(1)
+    """Grid: rows of sequences, tiles of columns. Combines the splits, weighted by their sums."""
+    row, sequence = tl.program_id(0) % most_rows, tl.program_id(0) // most_rows
     start = tl.load(starts_ptr + sequence)
     length = tl.load(starts_ptr + sequence + 1) - start
     if row >= length * HEADS:
@@ -426,7 +461,7 @@ def _join_kernel(
     context = tl.load(contexts_ptr + sequence)
     used = tl.cdiv(context, _split_keys(context, splits, KEYS, LEAST_KEYS))
     row = start.to(tl.int64) * HEADS + row
-    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([COLUMNS], tl.float32)

@@ -27,6 +27,36 @@ def moe_experts(
     return numbers.mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere, splits=1)
 
 
+def situ_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int,
+    beta: float,
+    linear_beta: float,
+) -> torch.Tensor:
+    """`moe_experts.situ_experts`."""
+    given = x, w13, w2, weights, ids, elsewhere
+    return numbers.mixture(current_platform().kind, *given, splits=1, situ=(beta, linear_beta))
+
+
+def quant_situ_experts(
+    x: Rows,
+    w13: TileWeights,
+    w2: TileWeights,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int,
+    beta: float,
+    linear_beta: float,
+) -> torch.Tensor:
+    """`quant_experts.quant_situ_experts`."""
+    given = x, w13, w2, weights, ids, elsewhere
+    return codes.mixture(current_platform().kind, *given, splits=1, situ=(beta, linear_beta))
+
+
 def quant_experts(
     x: Rows,
     w13: TileWeights,

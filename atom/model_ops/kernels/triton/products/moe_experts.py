@@ -31,6 +31,8 @@ _BLOCK_K = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
 _VISITS_BYTES = 256 << 20
 _SLICE = 256
 _SUM_BLOCK = 512
+# As `gate_times_up` has it.
+SILU = 0.0, 0.0
 Inputs = TypeVar("Inputs")
 
 
@@ -105,6 +107,21 @@ def moe_experts(
     return mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere)
 
 
+def situ_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int,
+    beta: float,
+    linear_beta: float,
+) -> torch.Tensor:
+    """`moe_experts` with the gate of `situ_and_mul`."""
+    given = x, w13, w2, weights, ids, elsewhere
+    return mixture(current_platform().kind, *given, situ=(beta, linear_beta))
+
+
 def moe_experts_into(
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -128,9 +145,13 @@ def mixture(
     elsewhere: int = 0,
     splits: int | None = None,
     out: torch.Tensor | None = None,
+    situ: tuple[float, float] = SILU,
 ) -> torch.Tensor:
     """`moe_experts` with the tiles of a platform `kind`; `splits` is None to fill the device, and
     `out` for new memory.
+
+    Args:
+        situ: both betas of `situ_and_mul`.
     """
     if w13.stride(2) != 1 or w2.stride(2) != 1:
         raise ValueError(
@@ -145,7 +166,9 @@ def mixture(
         parts = splits
         if parts is None:
             parts = choose_splits(kind, tiles.programs(blocks, w13.shape[1]), w13.shape[2])
-        grouped_product(x, w13, activated, blocks, tiles, top_k, gated=True, splits=parts)
+        grouped_product(
+            x, w13, activated, blocks, tiles, top_k, gated=True, splits=parts, situ=situ
+        )
         return activated
 
     def down(activated: torch.Tensor, start: int, out: torch.Tensor, blocks: ExpertBlocks) -> None:
@@ -210,6 +233,7 @@ def grouped_product(
     visits_per_row: int,
     gated: bool,
     splits: int = 1,
+    situ: tuple[float, float] = SILU,
 ) -> None:
     """out[p] = x[p // visits_per_row] @ weight[expert of p].T for every pair p.
 
@@ -235,6 +259,8 @@ def grouped_product(
         out.stride(0),
         VISITS_PER_ROW=visits_per_row,
         GATED=gated,
+        BETA=situ[0],
+        LINEAR_BETA=situ[1],
         SPLIT=splits > 1,
         WEIGHTS_FIRST=tiles.weights_first,
         WHOLE_K=inputs % block_k == 0,
@@ -296,6 +322,8 @@ def _grouped_product(
     stride_out,
     VISITS_PER_ROW: tl.constexpr,
     GATED: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
     SPLIT: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     WHOLE_K: tl.constexpr,
@@ -334,7 +362,18 @@ def _grouped_product(
     if WEIGHTS_FIRST:
         acc = tl.trans(acc)
     store_outputs(
-        acc, out_ptr, sums_ptr, arrived_ptr, pairs, num_pairs, tile, rows, stride_out, GATED
+        acc,
+        out_ptr,
+        sums_ptr,
+        arrived_ptr,
+        pairs,
+        num_pairs,
+        tile,
+        rows,
+        stride_out,
+        GATED,
+        BETA,
+        LINEAR_BETA,
     )
 
 

@@ -41,5 +41,22 @@ def split_blocks(inputs, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def gate_times_up(gate, up):
-    return gate / (1.0 + tl.exp(-gate)) * up
+def gate_times_up(gate, up, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
+    """silu(gate) * up, or with a beta the gate of the op `situ_and_mul`."""
+    if BETA == 0:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        result = bounded(gate, BETA) / (1.0 + tl.exp(-gate)) * bounded(up, LINEAR_BETA)
+    return result
+
+
+@triton.jit
+def bounded(x, BETA: tl.constexpr):
+    """BETA * tanh(x / BETA): near 0, where it is nearly x, by the series of tanh."""
+    y = x / BETA
+    square = y * y
+    series = square * (square * (square * (62.0 / 2835) - 17.0 / 315) + 2.0 / 15) - 1.0 / 3
+    power = tl.exp(-2.0 * tl.abs(y))
+    far = BETA * (1.0 - power) / (1.0 + power)
+    far = tl.where(y < 0, -far, far)
+    return tl.where(square < 1.0 / 16, x + x * square * series, far)

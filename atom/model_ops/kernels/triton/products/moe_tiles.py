@@ -70,14 +70,17 @@ def store_outputs(
     rows,
     stride_out,
     GATED: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
 ):
     """Write sums [BLOCK_M, BLOCK_N] of the tile's `weight_rows` to the rows of `pairs`. If they are
     those of a split, the last program of a tile adds up and writes.
 
     sums_ptr, arrived_ptr: `parts_of`.
+    BETA, LINEAR_BETA: as `gate_times_up` has them.
     """
     if sums_ptr is None:
-        _store(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED)
+        _store(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED, BETA, LINEAR_BETA)
     else:
         BLOCK_N: tl.constexpr = acc.shape[1]
         columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -87,16 +90,29 @@ def store_outputs(
         tl.store(part_ptrs + tl.program_id(1) * stride, acc, mask=mask)
         if arrives_last(arrived_ptr + tl.program_id(0)):
             total = add_splits(part_ptrs, mask, stride)
-            _store(total, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED)
+            _store(
+                total, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED, BETA, LINEAR_BETA
+            )
 
 
 @triton.jit
-def _store(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED: tl.constexpr):
+def _store(
+    acc,
+    out_ptr,
+    pairs,
+    num_pairs,
+    tile,
+    rows,
+    stride_out,
+    GATED: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+):
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     if GATED:
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
-        result = gate_times_up(gate, up)
+        result = gate_times_up(gate, up, BETA, LINEAR_BETA)
         columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         inside = columns < rows // 2
     else:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from atom.model_ops.kernels.triton.products import moe_align
 from atom.model_ops.kernels.triton.products.moe_align import ExpertBlocks
-from atom.model_ops.kernels.triton.products.moe_experts import Tiles, mix
+from atom.model_ops.kernels.triton.products.moe_experts import SILU, Tiles, mix
 from atom.model_ops.kernels.triton.products.moe_experts import choose_tiles as tiles_of_numbers
 from atom.model_ops.kernels.triton.products.moe_splits import (
     choose_splits,
@@ -74,6 +74,21 @@ def quant_experts(
     return mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere)
 
 
+def quant_situ_experts(
+    x: Rows,
+    w13: TileWeights,
+    w2: TileWeights,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int,
+    beta: float,
+    linear_beta: float,
+) -> torch.Tensor:
+    """`quant_experts` with the gate of `situ_and_mul`."""
+    given = x, w13, w2, weights, ids, elsewhere
+    return mixture(current_platform().kind, *given, situ=(beta, linear_beta))
+
+
 def quant_experts_into(
     x: Rows,
     w13: TileWeights,
@@ -97,9 +112,13 @@ def mixture(
     elsewhere: int = 0,
     splits: int | None = None,
     out: torch.Tensor | None = None,
+    situ: tuple[float, float] = SILU,
 ) -> torch.Tensor:
     """`quant_experts` with the tiles of a platform `kind`; `splits` is None to fill the device, and
     `out` for new memory.
+
+    Args:
+        situ: both betas of `situ_and_mul`.
     """
     num_pairs, top_k = ids.numel(), ids.shape[1]
     rows = unrounded(x)
@@ -114,7 +133,9 @@ def mixture(
         if parts is None:
             parts = choose_splits(kind, tiles.programs(blocks, w13.rows), w13.inputs)
         both = _Inputs(inputs, rows)
-        grouped_product(both, w13, activated, blocks, tiles, top_k, gated=True, splits=parts)
+        grouped_product(
+            both, w13, activated, blocks, tiles, top_k, gated=True, splits=parts, situ=situ
+        )
         return _Inputs(read_inputs(activated, w2), activated)
 
     def down(both: _Inputs, start: int, out: torch.Tensor, blocks: ExpertBlocks) -> None:
@@ -156,6 +177,7 @@ def grouped_product(
     gated: bool,
     first_row: int = 0,
     splits: int = 1,
+    situ: tuple[float, float] = SILU,
 ) -> None:
     """`moe_experts.grouped_product` with the weights' rows from `first_row` on."""
     x, plain = both.rounded, weights.plain
@@ -197,6 +219,8 @@ def grouped_product(
         IS_EXACT=is_exact(x, weights),
         VISITS_PER_ROW=visits_per_row,
         GATED=gated,
+        BETA=situ[0],
+        LINEAR_BETA=situ[1],
         SPLIT=splits > 1,
         WEIGHTS_FIRST=tiles.weights_first,
         BLOCK_M=tiles.block_m,
@@ -252,6 +276,8 @@ def _grouped_quant(
     IS_EXACT: tl.constexpr,
     VISITS_PER_ROW: tl.constexpr,
     GATED: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
     SPLIT: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     WHOLE_K: tl.constexpr,
@@ -306,6 +332,8 @@ def _grouped_quant(
                 width,
                 stride_out,
                 GATED,
+                BETA,
+                LINEAR_BETA,
             )
             return
     codes_ptr += expert * stride_expert
@@ -346,5 +374,16 @@ def _grouped_quant(
         row_scale_ptr += expert * expert_rows
     acc = finish(acc, x_scale_ptr, row_scale_ptr, None, tokens, places, X_GROUP)
     store_outputs(
-        acc, out_ptr, sums_ptr, arrived_ptr, pairs, num_pairs, tile, width, stride_out, GATED
+        acc,
+        out_ptr,
+        sums_ptr,
+        arrived_ptr,
+        pairs,
+        num_pairs,
+        tile,
+        width,
+        stride_out,
+        GATED,
+        BETA,
+        LINEAR_BETA,
     )

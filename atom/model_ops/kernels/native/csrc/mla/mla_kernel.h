@@ -34,7 +34,8 @@ struct Unit {
   int64_t first_token, queries;
   int64_t first_head, heads;
   int64_t first_position;  // of the first query
-  int64_t chunks;          // that the last query sees
+  int64_t keys;            // that the last query sees
+  int64_t chunks;          // of them
 
   int64_t rows() const { return queries * heads; }
   int64_t parts() const { return (chunks + kPartChunks - 1) / kPartChunks; }
@@ -105,9 +106,11 @@ void LatentAttention<T, P>::plan() {
     for (int64_t t = begin; t < end; t += most) {
       const int64_t queries = std::min(most, end - t);
       const int64_t position = a.context_lens[s] - (end - t);
-      const int64_t chunks = (position + queries + kChunk - 1) / kChunk;
+      const int64_t keys = a.causal ? position + queries : a.context_lens[s];
+      const int64_t chunks = (keys + kChunk - 1) / kChunk;
       for (int64_t h = 0; h < a.heads; h += together) {
-        units->push_back({s, t, queries, h, std::min(together, a.heads - h), position, chunks});
+        units->push_back(
+            {s, t, queries, h, std::min(together, a.heads - h), position, keys, chunks});
       }
     }
   }
@@ -139,7 +142,7 @@ void LatentAttention<T, P>::gather(const Unit& unit, int64_t index, T* copies,
                                    CachedRows<T>& keys) const {
   const int64_t base = index * kChunk, size = a.rank + a.rope;
   const int64_t bytes = size * (a.is_fp8() ? 1 : int64_t(sizeof(T)));
-  keys.count = std::min(kChunk, unit.first_position + unit.queries - base);
+  keys.count = std::min(kChunk, unit.keys - base);
   keys.stride = width;
   const int32_t* table = a.block_tables + unit.sequence * a.table_width;
   const auto cached = [&](int64_t position) {
@@ -182,9 +185,12 @@ void LatentAttention<T, P>::attend(const Unit& unit, int64_t index, const Worksp
   const int64_t end = round_up(keys.count, kDotStep);
   const float scale = float(a.scale * a.unit());
   for (int64_t r = 0; r < unit.rows(); ++r) {
-    const int64_t seen = unit.first_position + r / unit.heads + 1 - index * kChunk;
-    softmax_row(work.scores + r * kChunk, work.weights + r * kChunk, end,
-                std::min(seen, keys.count), scale, work.peak[r], work.total[r]);
+    int64_t seen = keys.count;
+    if (a.causal) {
+      seen = std::min(seen, unit.first_position + r / unit.heads + 1 - index * kChunk);
+    }
+    softmax_row(work.scores + r * kChunk, work.weights + r * kChunk, end, seen, scale,
+                work.peak[r], work.total[r]);
   }
   Joint{work.keep, work.admit}.set(work.peak, work.total, unit.rows(), state);
   P::mix(work.weights, kChunk, unit.rows(), keys, a.rank, work.pairs,
@@ -358,7 +364,7 @@ void LatentAttention<T, P>::run_divided(int64_t threads) const {
 
 template <class T, class P>
 int64_t LatentAttention<T, P>::run() {
-  if (const int64_t wrong = find_impossible(a)) return wrong;
+  if (const int64_t wrong = find_impossible(a, a.causal)) return wrong;
   static thread_local std::vector<Unit> planned;
   static thread_local Scratch scratch;
   units = &planned;

@@ -20,9 +20,11 @@ struct ExpertsArgs {
   const void* bias13;    // [experts, 2 * inter] of experts with biases and a clamped gate, else null
   const void* bias2;     // [experts, hidden]
   int64_t rows, hidden, inter, experts, top_k, x_stride, id_bytes, threads;
-  double alpha, limit;   // of the clamped gate
+  double alpha, limit;   // of the clamped gate; without biases, beta and linear beta of the situ
+                         // gate, or 0 for silu
 
   bool is_clamped() const { return bias13 != nullptr; }
+  bool is_situ() const { return !is_clamped() && alpha != 0; }
 };
 
 // Tokens whose activations are kept at a time.
@@ -122,7 +124,7 @@ void Experts<T, Product>::pack_inputs(const Work& work, const Visited& e) const 
   into(e).pack(rows, a.hidden, 0, e.count, work.x + e.x);
 }
 
-// h = silu(gate) * up, or the clamped gate, of one expert's visits, a panel of features.
+// h = silu(gate) * up, or another gate, of one expert's visits, a panel of features.
 template <class T, class Product>
 void Experts<T, Product>::activate(const Work& work, const Visited& e, int64_t panel) const {
   const Product product = into(e);
@@ -146,8 +148,9 @@ void Experts<T, Product>::activate(const Work& work, const Visited& e, int64_t p
         continue;
       }
       for (int64_t j = 0; j < outs; j += kLanes) {
-        const vfloat g = load(gates + i * kPanel + j);
-        store_some(h + j, g / (exp(-g) + 1.0f) * load(ups + i * kPanel + j), outs - j);
+        const vfloat g = load(gates + i * kPanel + j), u = load(ups + i * kPanel + j);
+        store_some(h + j, a.is_situ() ? situ_gate(g, u, float(a.alpha), float(a.limit))
+                                      : g / (exp(-g) + 1.0f) * u, outs - j);
       }
     }
   });

@@ -4,16 +4,9 @@
 #include <algorithm>
 
 #include "arena.h"
-#include "simd.h"
+#include "gates.h"
 
 namespace atom {
-
-// (up + 1) * gate * sigmoid(alpha * gate), both cut off at the limit, gate only above.
-ATOM_INLINE vfloat clamped_gate(vfloat gate, vfloat up, float alpha, float limit) {
-  const vfloat g = min(splat(limit), gate);
-  const vfloat u = min(splat(limit), max(splat(-limit), up));
-  return (u + 1.0f) * g / (exp(g * -alpha) + 1.0f);
-}
 
 // What the router chose.
 struct Choices {

@@ -20,9 +20,10 @@ struct QuantExpertsArgs {
   PackedSizes sizes13, sizes2;
   int64_t threads;
   double fixed_scale13, fixed_scale2;
-  double alpha, limit;  // of the clamped gate
+  double alpha, limit;  // as in moe.cpp
 
   bool is_clamped() const { return bias13 != nullptr; }
+  bool is_situ() const { return !is_clamped() && alpha != 0; }
 };
 
 // Tokens whose activations are kept at a time.
@@ -179,7 +180,7 @@ void QuantExperts<T>::run_rows(int64_t begin, int64_t end, int64_t threads) cons
   });
 }
 
-// h = silu(gate) * up, or the clamped gate, of one expert's visits, panels [first, last) of features.
+// h = silu(gate) * up, or another gate, of one expert's visits, panels [first, last) of features.
 template <class T>
 void QuantExperts<T>::activate(const Work& work, const Visited& e, int64_t first,
                                int64_t last) const {
@@ -206,6 +207,8 @@ void QuantExperts<T>::activate(const Work& work, const Visited& e, int64_t first
           const T* bias = static_cast<const T*>(a.bias13) + e.expert * 2 * inter_ + at;
           store(h + at, clamped_gate(g + load(bias), u + load(bias + inter_), float(a.alpha),
                                      float(a.limit)));
+        } else if (a.is_situ()) {
+          store(h + at, situ_gate(g, u, float(a.alpha), float(a.limit)));
         } else {
           store(h + at, g / (exp(-g) + 1.0f) * u);
         }
