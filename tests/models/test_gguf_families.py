@@ -28,6 +28,7 @@ from models.checkpoints import Checkpoint, prompt
 from models.families import FAMILIES, write_family
 from models.harness import ModelBench, load_model
 from models.hybrids import HYBRIDS, add_prediction_layer, write_hybrid
+from safetensors.torch import load_file
 from spec_decode.mtp_reference import add_mtp_layers
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
@@ -160,7 +161,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_name_of_the_table_is_tested() -> None:
-    assert {*_FILES.values(), *_SAME_MATHS.values()} == set(ARCHITECTURES)
+    assert {*_FILES.values(), *_SAME_MATHS.values(), "kimi-linear"} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("name", [*_FILES, *_SAME_MATHS])
@@ -225,6 +226,81 @@ def test_prediction_layers(
     if kind == GGMLQuantizationType.F32:
         torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
     assert (outputs[0] - outputs[1]).abs().median() < 0.05
+
+
+def test_kimi_linear(tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Its names are those of published checkpoints; layers without keys have 0 heads of them."""
+    checkpoint = write_hybrid("kimi_linear", tmp_path / "checkpoint")
+    byte_level_tokenizer.save_pretrained(checkpoint.folder)
+    path = write_kimi_linear(tmp_path / "model.gguf", checkpoint)
+    tokens = prompt(24)
+    found = ModelBench(path, tokenizer=str(checkpoint.folder)).run(tokens, [16, 1])
+    torch.testing.assert_close(found, checkpoint.logits(tokens), atol=1e-4, rtol=0)
+
+
+def write_kimi_linear(path: Path, checkpoint: Checkpoint) -> Path:
+    config, name = checkpoint.reference.config, "kimi-linear"
+    writer = GGUFWriter(path, name)
+    numbers = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": 1,
+        "expert_gating_func": 2,
+        "leading_dense_block_count": 1,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "kda.head_dim": config.linear_head_dim,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "vocab_size": config.vocab_size,
+    }
+    for key, value in numbers.items():
+        writer.add_uint32(f"{name}.{key}", value)
+    for key, value in latent_keys(config, splits_up=True).items():
+        writer.add_uint32(f"{name}.attention.{key}", value)
+    writer.add_array(f"{name}.attention.head_count_kv", [0, 1, 0])
+    writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
+    writer.add_float32(f"{name}.expert_weights_scale", config.routed_scaling_factor)
+    names = get_tensor_name_map(MODEL_ARCH.KIMI_LINEAR, config.num_hidden_layers)
+    tensors = load_file(checkpoint.folder / "model.safetensors")
+    for module, tensor in stacked_experts(tensors).items():
+        for piece, each in pieces_of_kimi(module, tensor.float().numpy(), config).items():
+            stored = names.get_name(piece, try_suffixes=(".weight", ".bias"))
+            assert stored is not None, piece
+            writer.add_tensor(stored, np.ascontiguousarray(each))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def pieces_of_kimi(
+    module: str, values: np.ndarray, config: PretrainedConfig
+) -> dict[str, np.ndarray]:
+    """As llama.cpp's converter has it."""
+    if module.endswith("_conv1d.weight"):
+        return {module: values.reshape(1, len(values), 1, -1)}
+    if module.endswith("A_log"):
+        return {module: -np.exp(values)}
+    if module.endswith("dt_bias"):
+        return {module.replace("dt_bias", "dt_proj.bias"): values}
+    if module.endswith("correction_bias"):
+        return {module.replace("correction_bias", "correction.bias"): values}
+    if module.endswith("kv_b_proj.weight"):
+        by_head = values.reshape(config.num_attention_heads, -1, values.shape[1])
+        size = config.qk_nope_head_dim
+        return {
+            module.replace("kv_b_proj", "k_b_proj"): by_head[:, :size].swapaxes(1, 2),
+            module.replace("kv_b_proj", "v_b_proj"): by_head[:, size:],
+        }
+    for stored, usual in {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.items():
+        module = module.replace(f"experts.{stored}.", f"experts.{usual}.")
+    return {module.replace("block_sparse_moe", "mlp"): values}
 
 
 def test_a_prediction_layer_beside_states(

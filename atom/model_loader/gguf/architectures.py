@@ -83,6 +83,19 @@ _DELTA_NET = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_KIMI_DELTA = {
+    "ssm_conv1d_q": "self_attn.q_conv1d",
+    "ssm_conv1d_k": "self_attn.k_conv1d",
+    "ssm_conv1d_v": "self_attn.v_conv1d",
+    "ssm_f_a": "self_attn.f_a_proj",
+    "ssm_f_b": "self_attn.f_b_proj",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a": "self_attn.A_log",
+    "ssm_dt": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
+}
 # Rows of both, by heads of keys.
 _FUSED_GATES = {"ssm_ba": "linear_attn.in_proj_b linear_attn.in_proj_a"}
 _GATES = {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
@@ -424,6 +437,28 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _PRE_NORMS | _LATENT_ATTENTION | _MLP | _EXPERTS | _SHARED_EXPERTS,
         {**_ROUTED_EXPERTS, **_LATENT_RANKS},
         {**_ROUTED_DEFAULTS, "q_lora_rank": None},
+        is_latent=True,
+    ),
+    "kimi-linear": Architecture(
+        "KimiLinearForCausalLM",
+        "kimi_linear",
+        {
+            **_PRE_NORMS,
+            **_ATTENTION,
+            **_LATENT_ATTENTION,
+            **_KIMI_DELTA,
+            **_MLP,
+            **_BIASED_EXPERTS,
+            **_SHARED_EXPERTS,
+        },
+        {
+            **_ROUTED_EXPERTS,
+            **_LATENT_RANKS,
+            "linear_head_dim": ("kda.head_dim", int),
+            "linear_conv_kernel_dim": ("ssm.conv_kernel", int),
+        },
+        {**_ROUTED_DEFAULTS, "norm_topk_prob": True, "q_lora_rank": None},
+        gating=SIGMOID,
         is_latent=True,
     ),
 }

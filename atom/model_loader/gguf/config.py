@@ -176,13 +176,31 @@ def _delta_net(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     count = config["num_hidden_layers"] - config.get("num_nextn_predict_layers", 0)
     return {
         "linear_value_head_dim": inner // heads,
-        "layer_types": [
-            "linear_attention" if f"blk.{i}.ssm_a" in file.tensors else "full_attention"
-            for i in range(count)
-        ],
+        "layer_types": _types_by_tensors(file, count),
         "mtp_num_hidden_layers": config.get("num_nextn_predict_layers", 0),
         "attn_output_gate": True,
     }
+
+
+def _kimi_delta(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Which layers have linear attention, whose heads are as many as the others'.
+
+    Raises:
+        WeightError: when sizes are missing.
+    """
+    for key in ("kda.head_dim", "ssm.conv_kernel"):
+        file.metadata.require(f"{file.architecture}.{key}", int)
+    return {
+        "linear_num_heads": config["num_attention_heads"],
+        "layer_types": _types_by_tensors(file, config["num_hidden_layers"]),
+    }
+
+
+def _types_by_tensors(file: GGUFFile, count: int) -> list[str]:
+    return [
+        "linear_attention" if f"blk.{i}.ssm_a" in file.tensors else "full_attention"
+        for i in range(count)
+    ]
 
 
 def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
@@ -212,7 +230,9 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
         "max_position_embeddings": metadata.require(own + "context_length", int),
         "num_attention_heads": heads,
         "num_hidden_layers": metadata.require(own + "block_count", int),
-        "num_key_value_heads": metadata.get(own + "attention.head_count_kv", int, heads),
+        "num_key_value_heads": heads
+        if architecture.is_latent  # one key, or none in layers with linear attention
+        else metadata.get(own + "attention.head_count_kv", int, heads),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "vocab_size": embedding.shape[0],
         "dtype": str(dtype).removeprefix("torch."),
@@ -225,6 +245,8 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
         config["rms_norm_eps"] = eps
     if "linear_value_head_dim" in architecture.fields:
         config |= _delta_net(file, config)
+    if "linear_head_dim" in architecture.fields:
+        config |= _kimi_delta(file, config)
     if architecture.is_latent:
         config |= _latent_sizes(file)
     else:

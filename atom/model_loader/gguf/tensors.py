@@ -42,8 +42,8 @@ _OUTER_NAMES = {
     "output": "lm_head",
 }
 # What tensors that stay in float32 end with: few numbers, whose rounding changes choices.
-_DECAYS = "linear_attn.A_log"
-PRECISE = ("e_score_correction_bias", "self_attn.sinks", _DECAYS, "linear_attn.dt_bias")
+_DECAYS = "attn.A_log"
+PRECISE = ("e_score_correction_bias", "self_attn.sinks", _DECAYS, "attn.dt_bias")
 # Factors of frequencies, which become part of the configuration.
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
@@ -203,6 +203,8 @@ def _parts(
         for part_name, count in zip(names, _row_counts(len(names), tensor, config), strict=True):
             yield part_name, _rows_of(tensor, start, count)
             start += count
+    elif name.endswith("_conv1d.weight"):  # channels between dimensions of 1
+        yield name, replace(tensor, shape=(tensor.num_rows, *tensor.shape[-1:]))
     elif name.endswith("shared_expert_gate.weight"):
         yield name, replace(tensor, shape=(1, *tensor.shape[-1:]))
     else:
