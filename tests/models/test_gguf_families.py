@@ -71,6 +71,7 @@ _FILES = {
     "glm4_moe_lite": "deepseek2",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "glm_moe_dsa": "glm-dsa",
     "qwen3_next": "qwen3next",
     "qwen3_5": "qwen35",
     "qwen3_5_moe": "qwen35moe",
@@ -139,6 +140,9 @@ _ROUTED_KEYS = {
     "first_k_dense_replace": "leading_dense_block_count",
     "routed_scaling_factor": "expert_weights_scale",
     "norm_topk_prob": "expert_weights_norm",
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+    "index_topk": "attention.indexer.top_k",
 }
 _YARN = {
     "rope_type": "yarn",
@@ -472,7 +476,7 @@ def write_file(
         writer.add_float32(f"{name}.rope.scaling.factor", rope["factor"])
     rotated = int(size * rope.get("partial_rotary_factor", 1.0))
     lengths = {"key_length": size, "value_length": size}
-    if name == "deepseek2":
+    if name in ("deepseek2", "glm-dsa"):
         lengths = latent_keys(config, splits_up)
         rotated = config.qk_rope_head_dim
     for key, length in lengths.items():

@@ -64,6 +64,12 @@ _LATENT_ATTENTION = {
     "attn_v_b": UP_VALUES,
     "attn_output": "self_attn.o_proj",
 }
+_INDEXER = {
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+}
 _PREDICTION = {
     "nextn.eh_proj": "eh_proj",
     "nextn.embed_tokens": "embed_tokens",
@@ -437,6 +443,30 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _PRE_NORMS | _LATENT_ATTENTION | _MLP | _EXPERTS | _SHARED_EXPERTS,
         {**_ROUTED_EXPERTS, **_LATENT_RANKS},
         {**_ROUTED_DEFAULTS, "q_lora_rank": None},
+        is_latent=True,
+    ),
+    "glm-dsa": Architecture(
+        "GlmMoeDsaForCausalLM",
+        "glm_moe_dsa",
+        {
+            **_PRE_NORMS,
+            **_LATENT_ATTENTION,
+            **_INDEXER,
+            **_MLP,
+            **_BIASED_EXPERTS,
+            **_SHARED_EXPERTS,
+            **_PREDICTION,
+        },
+        {
+            **_ROUTED_EXPERTS,
+            **_LATENT_RANKS,
+            **_PREDICTION_COUNT,
+            "index_n_heads": ("attention.indexer.head_count", int),
+            "index_head_dim": ("attention.indexer.key_length", int),
+            "index_topk": ("attention.indexer.top_k", int),
+        },
+        {**_ROUTED_DEFAULTS, "num_nextn_predict_layers": 0},
+        gating=SIGMOID,
         is_latent=True,
     ),
     "kimi-linear": Architecture(

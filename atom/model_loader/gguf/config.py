@@ -196,6 +196,23 @@ def _kimi_delta(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _indexers(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Which layers choose tokens, and which share the choice of one before.
+
+    Raises:
+        WeightError: when sizes are missing.
+    """
+    for key in ("head_count", "key_length", "top_k"):
+        file.metadata.require(f"{file.architecture}.attention.indexer.{key}", int)
+    count = config["num_hidden_layers"] - config["num_nextn_predict_layers"]
+    return {
+        "indexer_types": [
+            "full" if f"blk.{i}.indexer.attn_k.weight" in file.tensors else "shared"
+            for i in range(count)
+        ]
+    }
+
+
 def _types_by_tensors(file: GGUFFile, count: int) -> list[str]:
     return [
         "linear_attention" if f"blk.{i}.ssm_a" in file.tensors else "full_attention"
@@ -245,6 +262,8 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
         config["rms_norm_eps"] = eps
     if "linear_value_head_dim" in architecture.fields:
         config |= _delta_net(file, config)
+    if "index_topk" in architecture.fields:
+        config |= _indexers(file, config)
     if "linear_head_dim" in architecture.fields:
         config |= _kimi_delta(file, config)
     if architecture.is_latent:
