@@ -14,7 +14,7 @@ from typing import Any
 
 from _peer_setup import ENVIRONMENTS
 
-from atom.model_loader.source import embedded_model
+from atom.model_loader.locate import embedded_model
 
 _PROGRAM = Path(__file__).with_name("_peer_worker.py")
 # So that an engine computes as on a processor whose newest instructions are AVX2's.

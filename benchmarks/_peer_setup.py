@@ -17,7 +17,7 @@ from gguf.quants import dequantize, quantize
 
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
-from atom.model_loader.source import embedded_model
+from atom.model_loader.locate import embedded_model
 
 
 @dataclass(frozen=True)

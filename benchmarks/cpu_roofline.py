@@ -107,7 +107,7 @@ class Roofline:
 
     def _engine(self, k: int) -> DecodeEngine:
         from atom.model_loader.drafts.shipped import shipped_draft_for
-        from atom.model_loader.source import embedded_model
+        from atom.model_loader.locate import embedded_model
 
         args = self._args
         draft = args.draft_model or shipped_draft_for(None)

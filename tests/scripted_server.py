@@ -12,7 +12,7 @@ import uvicorn
 
 from atom.entrypoints.http.connection import BoundedProtocol
 from atom.entrypoints.server.app import create_app
-from atom.entrypoints.server.serve import bind
+from atom.entrypoints.server.listening import bind
 from atom.entrypoints.server.watchers import create_metrics, watching
 from atom.entrypoints.server_options import ServerOptions
 from atom.messages import (

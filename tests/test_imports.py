@@ -41,19 +41,41 @@ def test_the_offline_api_needs_neither_triton_nor_aiter() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-def test_a_start_does_without_the_compiler_of_torch(tiny_llama_dir: Path) -> None:
-    """And without transformers' models: both take longer than the rest of a start."""
+def test_what_a_start_does_without(tiny_llama_dir: Path) -> None:
+    """Each takes long to import: parts of torch, transformers' models, and what servers need."""
     program = """
 import sys
-from atom import LLM, SamplingParams
-llm = LLM(sys.argv[1], dtype="float32", kv_cache_memory="1MiB")
-assert llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=2))
-slow = ("torch._dynamo", "torch._inductor", "sympy", "triton", "xgrammar", "fastapi")
-print(*(name for name in (*slow, "transformers.models", "matplotlib") if name in sys.modules))
+from atom.examples.simple_inference import main
+given = ["--prompt", "Hi", "--max-tokens", "2", "--dtype", "float32", "--kv-cache-memory", "1MiB"]
+assert main(["--model", sys.argv[1], *given]) == 0
+slow = ("torch._dynamo", "torch._inductor", "torch._refs", "torch._prims", "torch._decomp",
+    "torch.export.exported_program", "torch.ao.quantization", "sympy", "triton", "xgrammar",
+    "transformers.models", "matplotlib", "fastapi", "pydantic", "openai", "uvicorn", "zmq",
+    "atom.pooling.engine", "atom.entrypoints.offline.pooling", "atom.entrypoints.server")
+print(*(name for name in slow if name in sys.modules), file=sys.stderr)
 """
     command = [sys.executable, "-c", program, str(tiny_llama_dir)]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
     assert found.split() == []
+
+
+def test_a_server_starts_its_engine_before_it_imports_torch(tiny_llama_dir: Path) -> None:
+    """Nor anything else that takes long: both processes import at the same time."""
+    program = """
+import sys
+slow = ("torch", "transformers", "tokenizers", "numpy", "zmq", "fastapi", "uvicorn", "pydantic")
+sys.modules.update(dict.fromkeys(slow))
+from atom.entrypoints import openai_server
+given = openai_server.create_parser().parse_args([sys.argv[1]])
+config, _ = openai_server.read_options(given)
+assert openai_server.pooling_source(config) is None
+with openai_server.spawned_engines(config) as engines:
+    (process,) = engines.take()
+    process.kill()
+    process.remove_sockets()
+"""
+    command = [sys.executable, "-c", program, str(tiny_llama_dir)]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def test_the_scheduler_needs_no_torch() -> None:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from atom.config import EngineConfig
 from atom.entrypoints.chat.template import ChatTemplates, Message
 from atom.entrypoints.engine_metrics import EngineMetric, engine_metrics
 from atom.entrypoints.offline.interrupts import interrupts_held
-from atom.entrypoints.offline.pooling import OfflinePooling
 from atom.entrypoints.offline.prompts import (
     Prompt,
     content_of,
@@ -32,10 +32,12 @@ from atom.model_engine.replicas.mailbox import merge
 from atom.multimodal.media import MediaLoader
 from atom.multimodal.policy import MediaPolicy
 from atom.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
-from atom.pooling.engine import PoolingEngine
-from atom.pooling.source import pooling_source
+from atom.pooling.source import PoolingSource, pooling_source
 from atom.sampling_params import SamplingParams
 from atom.text.control_tokens import ControlTokens
+
+if TYPE_CHECKING:
+    from atom.entrypoints.offline.pooling import OfflinePooling
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 # Whether there is a progress bar, or what makes it instead of tqdm.
@@ -117,7 +119,7 @@ class LLM:
         if (status := run_as_follower_if_launched(config)) is not None:
             raise SystemExit(status)
         source = pooling_source(config)
-        self._pooling = None if source is None else OfflinePooling(PoolingEngine(config, source))
+        self._pooling = None if source is None else _create_pooling(config, source)
         self._engine = LLMEngine(config) if source is None else None
         self._chat_templates: dict[str | None, ChatTemplates] = {}
         self._request_ids = itertools.count()
@@ -508,3 +510,10 @@ class LLM:
             for request_id in request_ids:
                 self._mail.pop(request_id, None)
                 self.engine.abort(request_id)
+
+
+def _create_pooling(config: EngineConfig, source: PoolingSource) -> OfflinePooling:
+    from atom.entrypoints.offline.pooling import OfflinePooling
+    from atom.pooling.engine import PoolingEngine
+
+    return OfflinePooling(PoolingEngine(config, source))

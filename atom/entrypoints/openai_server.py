@@ -7,16 +7,19 @@ import asyncio
 import errno
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from atom import logs
+from atom import logs, torch_start
 from atom.command_line.parser import CommandLine
 from atom.config import ConfigError, EngineConfig
 from atom.entrypoints.process_exit import end_process
+from atom.entrypoints.server.listening import bind, bind_uds
 from atom.entrypoints.server_options import OptionError, ServerOptions
+from atom.messages import EngineDeadError
 from atom.model_engine.arg_utils import (
     add_engine_flags,
     add_model,
@@ -27,6 +30,9 @@ from atom.model_engine.arg_utils import (
     engine_options,
 )
 from atom.model_engine.processes.launched import run_as_follower_if_launched
+from atom.model_engine.processes.spawn import SpawnedEngines, spawned_engines
+from atom.model_loader.errors import WeightError
+from atom.pooling.source import PoolingSource, pooling_source
 
 _PROG = "python -m atom.entrypoints.openai_server"
 _FIRST = (
@@ -42,6 +48,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
     Returns:
         The exit code: 0 after a signal or the table of ops, 1 after a failure.
     """
+    torch_start.begin()
     parser = create_parser(prog=prog)
     namespace = parser.parse_args(argv)
     try:
@@ -103,11 +110,6 @@ def show_ops(config: EngineConfig) -> int:
 
 
 def serve_forever(config: EngineConfig, options: ServerOptions) -> int:
-    # After the options were found right: these imports bring torch.
-    from atom.entrypoints.server.serve import bind, bind_uds, serve
-    from atom.messages import EngineDeadError
-    from atom.model_loader.errors import WeightError
-
     where = options.uds or f"{options.host}:{options.port}"
     try:
         sock = bind_uds(options.uds) if options.uds else bind(options.host, options.port)
@@ -118,7 +120,7 @@ def serve_forever(config: EngineConfig, options: ServerOptions) -> int:
         return 1
     with sock:
         try:
-            return _run(serve(config, options, sock))
+            return _serve(config, options, sock)
         except (ConfigError, OptionError, WeightError, EngineDeadError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -127,7 +129,26 @@ def serve_forever(config: EngineConfig, options: ServerOptions) -> int:
                 Path(options.uds).unlink(missing_ok=True)
 
 
-def _run(main: Coroutine[Any, Any, int]) -> int:
+def _serve(config: EngineConfig, options: ServerOptions, sock: socket.socket) -> int:
+    if (source := pooling_source(config)) is not None:
+        return _run(config, options, sock, source)
+    with spawned_engines(config) as engines:
+        return _run(config, options, sock, engines)
+
+
+def _run(
+    config: EngineConfig,
+    options: ServerOptions,
+    sock: socket.socket,
+    model: PoolingSource | SpawnedEngines,
+) -> int:
+    # The engines' processes import torch while this one does.
+    from atom.entrypoints.server.serve import serve
+
+    return _run_loop(serve(config, options, sock, model))
+
+
+def _run_loop(main: Coroutine[Any, Any, int]) -> int:
     try:
         import uvloop
     except ImportError:  # not for every platform

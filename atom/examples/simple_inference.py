@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from atom import torch_start
 from atom.command_line.parser import CommandLine
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import (
@@ -115,6 +116,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
+    torch_start.begin()
     args = create_parser(prog).parse_args(argv)
     try:
         prompts = read_prompts(args)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from atom.options.fields import (
     options_of,
     with_gpu_defaults,
 )
+from atom.torch_start import is_for_gpus
 
 EngineOptions = Mapping[str, Any]
 
@@ -94,6 +96,8 @@ def engine_config(**options: Any) -> EngineConfig:
 def _is_for_gpu(device: str | None) -> bool:
     """Whether `device` is a GPU, or may be one and there is one."""
     if device in (None, "auto"):
+        if sys.modules.get("torch") is None and not is_for_gpus():
+            return False
         from atom.platform import num_gpus  # imports torch
 
         return num_gpus() > 0

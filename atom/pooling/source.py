@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from atom.config import ConfigError, EngineConfig
+from atom.model_loader.locate import locate_model
 from atom.model_loader.pooling_task import pooling_task
 from atom.model_loader.read_files import check_folder
-from atom.model_loader.source import locate_model
 from atom.models.config.check import check_config
 from atom.models.config.file import read_json_object
 from atom.options.fields import options_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atom.model_loader.source import embedded_model
+from atom.model_loader.locate import embedded_model
 from atom.options.fields import ConfigError
 from atom.spec_decode.suffix_index import BYTES_PER_TOKEN, SuffixIndex
 

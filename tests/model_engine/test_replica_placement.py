@@ -11,16 +11,17 @@ from patience import until
 from atom import LLM
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import engine_config
-from atom.model_engine.processes import placement as replica_placement
+from atom.model_engine.processes import shares
 from atom.model_engine.processes.engine_client import EngineClient
 from atom.model_engine.processes.placement import Placement, place_engines
+from atom.model_engine.processes.spawn import EngineProcess, spawned_engines
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Six processors, no GPU."""
     for name, value in (("num_gpus", 0), ("cpus_by_core", [0, 3, 1, 4, 2, 5])):
-        monkeypatch.setattr(replica_placement, name, lambda value=value: value)
+        monkeypatch.setattr(shares, name, lambda value=value: value)
     for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -60,8 +61,8 @@ def test_processors_and_memory_are_divided() -> None:
 
 
 def test_a_quota_is_divided_into_threads(machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(replica_placement, "cpus_by_core", list)
-    machine.setattr(replica_placement, "default_num_threads", lambda: 5)
+    machine.setattr(shares, "cpus_by_core", list)
+    machine.setattr(shares, "default_num_threads", lambda: 5)
     for placement in place_engines(engine_config(data_parallel_size=2)):
         assert (placement.cpus, placement.config.parallel.num_threads) == ((), 2)
     for config in (
@@ -97,7 +98,7 @@ def test_each_replica_sees_its_gpus(
     name: str,
     expected: list[str],
 ) -> None:
-    machine.setattr(replica_placement, "num_gpus", lambda: 4)
+    machine.setattr(shares, "num_gpus", lambda: 4)
     machine.setattr("torch.version.hip", "7.0" if is_rocm else None)
     for variable, value in given.items():
         machine.setenv(variable, value)
@@ -111,7 +112,7 @@ def test_each_replica_sees_its_gpus(
 
 
 def test_what_cannot_be_placed(machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(replica_placement, "num_gpus", lambda: 3)
+    machine.setattr(shares, "num_gpus", lambda: 3)
     with pytest.raises(ConfigError, match="need 4, and 3 are visible"):
         place_engines(engine_config(data_parallel_size=2, tensor_parallel_size=2))
     with pytest.raises(ConfigError, match="on one machine, and nnodes is 2"):
@@ -123,7 +124,8 @@ def test_what_cannot_be_placed(machine: pytest.MonkeyPatch) -> None:
 async def test_the_process_keeps_to_its_place() -> None:
     cpu = max(os.sched_getaffinity(0))
     environment = {**os.environ, "HIP_VISIBLE_DEVICES": "3"}
-    client = EngineClient(Placement(engine_config(), (cpu,), environment))
+    config = engine_config()
+    client = EngineClient(EngineProcess(Placement(config, (cpu,), environment)), config)
     try:
         process = psutil.Process(client.pid)
         # A program that has just begun has no variables yet.
@@ -132,6 +134,16 @@ async def test_the_process_keeps_to_its_place() -> None:
         assert process.cpu_affinity() == [cpu]
     finally:
         await client.kill()
+
+
+def test_processes_that_nobody_takes_are_ended() -> None:
+    with spawned_engines(engine_config(device="cpu", data_parallel_size=2)) as engines:
+        first, second = list(engines._processes)
+        assert first.poll() is None
+        assert first.socket_dir.is_dir()
+    for process in (first, second):
+        assert process.poll() is not None
+        assert not process.socket_dir.exists()
 
 
 def test_the_offline_api_has_one_engine() -> None:

@@ -28,7 +28,8 @@ from spec_decode.draft_bench import (
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.drafts.eagle3 import load_draft
-from atom.model_loader.source import ModelSource, embedded_model, resolve_model
+from atom.model_loader.locate import embedded_model
+from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.weights import WeightError
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM

@@ -520,7 +520,7 @@ def test_no_room_and_no_permission(
 
 
 def test_embedded_values(embedded_source: ModelSource) -> None:
-    from atom.model_loader.source import embedded_model
+    from atom.model_loader.locate import embedded_model
 
     file = read_gguf(embedded_model())
     weights = load_file(embedded_source.path / "model.safetensors")
@@ -541,7 +541,7 @@ def test_the_embedded_model_equals_what_transformers_reads(embedded_source: Mode
     from transformers import LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    from atom.model_loader.source import embedded_model
+    from atom.model_loader.locate import embedded_model
 
     with torch.device("meta"):
         model = LlamaForCausalLM(embedded_source.hf_config)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM, SamplingParams
 from atom.config import ConfigError
 from atom.model_loader.drafts.tokenizer import map_tokens
-from atom.model_loader.source import embedded_model
+from atom.model_loader.locate import embedded_model
 from atom.stats import SpecDecodeStats
 
 K = 3

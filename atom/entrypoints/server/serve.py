@@ -7,11 +7,9 @@ import contextlib
 import gc
 import ipaddress
 import logging
-import os
 import signal
 import socket
 import ssl
-import stat
 from collections.abc import Iterator
 
 import uvicorn
@@ -28,8 +26,9 @@ from atom.entrypoints.server.stats_log import log_stats
 from atom.entrypoints.server.watchers import create_metrics, watching
 from atom.entrypoints.server_options import OptionError, ServerOptions
 from atom.model_engine.async_engine import AsyncEngine
+from atom.model_engine.processes.spawn import SpawnedEngines
 from atom.pooling.async_engine import AsyncPoolingEngine
-from atom.pooling.source import pooling_source
+from atom.pooling.source import PoolingSource
 from atom.text.observer import EngineObserver
 
 logger = logging.getLogger(__name__)
@@ -49,69 +48,32 @@ BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: nobody connects before the model is loaded.
+async def serve(
+    engine_config: EngineConfig,
+    options: ServerOptions,
+    sock: socket.socket,
+    model: PoolingSource | SpawnedEngines,
+) -> int:
+    """Run until a signal or the engine's death; returns the process's exit code.
 
-    Raises:
-        OSError: when the address does not exist or the port is taken.
+    Args:
+        model: what embeds or scores, or the processes of what generates.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        # Not refused because of the last server's connections that linger in the kernel.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def bind_uds(path: str) -> socket.socket:
-    """A Unix domain socket that does not listen yet; one that a dead server left is replaced.
-
-    Raises:
-        OSError: when the path cannot be bound, or a server listens on it.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(path).st_mode) and not _listens(path):
-                os.unlink(path)
-        sock.bind(path)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def _listens(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        try:
-            sock.connect(path)
-        except ConnectionRefusedError:
-            return False
-        return True
-
-
-async def serve(engine_config: EngineConfig, options: ServerOptions, sock: socket.socket) -> int:
-    """Run until a signal or the engine's death; returns the process's exit code."""
     metrics = create_metrics(options)
     async with watching(options, engine_config.model.model, metrics) as observer:
-        return await _serve(engine_config, options, sock, metrics, observer)
+        return await _serve(engine_config, options, sock, model, metrics, observer)
 
 
 async def _serve(
     engine_config: EngineConfig,
     options: ServerOptions,
     sock: socket.socket,
+    model: PoolingSource | SpawnedEngines,
     metrics: ServerMetrics,
     observer: EngineObserver,
 ) -> int:
     signals = _Signals()
-    starting = asyncio.create_task(_start(engine_config, options, observer))
+    starting = asyncio.create_task(_start(engine_config, options, model, observer))
     if not await signals.wait_unless_done(starting):
         logger.info("stopped while loading the model")
         await cancel(starting)
@@ -139,13 +101,17 @@ async def _serve(
 
 
 async def _start(
-    config: EngineConfig, options: ServerOptions, observer: EngineObserver
+    config: EngineConfig,
+    options: ServerOptions,
+    model: PoolingSource | SpawnedEngines,
+    observer: EngineObserver,
 ) -> AnyEngine:
-    source = await asyncio.to_thread(pooling_source, config)
-    if source is None:
-        return await AsyncEngine.start(config, admission=options.admission, observer=observer)
-    refuse_generation_options(options, source.name)
-    return await AsyncPoolingEngine.start(config, source, admission=options.admission)
+    if isinstance(model, SpawnedEngines):
+        return await AsyncEngine.start(
+            config, admission=options.admission, observer=observer, spawned=model
+        )
+    refuse_generation_options(options, model.name)
+    return await AsyncPoolingEngine.start(config, model, admission=options.admission)
 
 
 def _create_app(engine: AnyEngine, options: ServerOptions, metrics: ServerMetrics) -> FastAPI:

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
+from atom import torch_start
 from atom.command_line.parser import CommandLine, did_you_mean
 from atom.config import ConfigError
 from atom.entrypoints.terminal.settings import (
@@ -96,6 +97,7 @@ def _connect(args: argparse.Namespace) -> ChatModel:
 def _load(args: argparse.Namespace) -> ChatModel:
     if args.api_key is not None:
         raise ConfigError("--api-key has no effect without --url")
+    torch_start.begin()
     given = choose_draft(engine_options(args), args.no_speculation)
     # After the options were found right: these imports bring torch.
     from atom.entrypoints.llm import LLM

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from atom import torch_start
 from atom.command_line.parser import CommandLine
 from atom.config import ConfigError
 from atom.entrypoints.terminal.settings import (
@@ -31,6 +32,7 @@ from atom.model_engine.arg_utils import (
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "atom run") -> int:
     """Returns 0 when answered, 1 when the engine failed, 130 after Ctrl-C."""
+    torch_start.begin()
     parser = create_parser(prog)
     args = parser.parse_args(argv)
     try:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
-from pathlib import Path
 
 import zmq
 
 from atom import logs
-from atom.config import ConfigError
+from atom.config import ConfigError, EngineConfig
 from atom.messages import EngineDeadError
 from atom.model_engine.processes import wire
-from atom.model_engine.processes.placement import Placement
+from atom.model_engine.processes.spawn import EngineProcess
 
-# The path of a Unix socket is limited to about 100 bytes.
-_LONGEST_SOCKET_DIR = 80
 # After a Shutdown message: time to finish the step in progress, then time to exit.
 _SHUTDOWN_SECONDS = 1.0
 _EXIT_SECONDS = 0.5
@@ -28,27 +21,21 @@ _LAST_WORDS_SECONDS = 0.1
 
 
 class EngineClient:
-    """Starts the engine process when constructed; needs a running event loop."""
+    """Connects to an engine process, which is its own from then on; needs a running event loop."""
 
-    def __init__(self, placement: Placement) -> None:
-        self._config = placement.config
+    def __init__(self, process: EngineProcess, config: EngineConfig) -> None:
+        self._config = config
+        self._process = process
         self._loop = asyncio.get_running_loop()
         self._wakeup = asyncio.Event()
         self._exited = asyncio.Event()
-        self._socket_dir = _make_socket_dir()
         self._context = zmq.Context()
         # The connecting side queues messages, so they can be sent before the engine binds.
         self._requests = self._create_socket(zmq.PUSH)
-        self._requests.connect(wire.requests_address(self._socket_dir))
+        self._requests.connect(wire.requests_address(process.socket_dir))
         self._reports = self._create_socket(zmq.PULL)
-        self._reports.bind(wire.reports_address(self._socket_dir))
+        self._reports.bind(wire.reports_address(process.socket_dir))
         self._loop.add_reader(self._reports.fileno(), self._on_readable)
-        command = [sys.executable, "-m", "atom.model_engine.processes.engine_process"]
-        command += ["--socket-dir", str(self._socket_dir), "--name", placement.name]
-        if placement.cpus:
-            command += ["--cpus", *map(str, placement.cpus)]
-        # Never written to: it closes when this process ends, and then the engine process exits.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=placement.environment)
         threading.Thread(target=self._watch, daemon=True).start()
 
     @property
@@ -102,9 +89,7 @@ class EngineClient:
         for message in await self.receive():
             match message:
                 case wire.Ready():
-                    # Open connections do not need the socket files; nothing is left behind from now
-                    # on.
-                    shutil.rmtree(self._socket_dir, ignore_errors=True)
+                    self._process.remove_sockets()  # nothing is left behind from now on
                     return message
                 case wire.StartupFailed(text, is_users=True):
                     raise ConfigError(text)
@@ -116,7 +101,7 @@ class EngineClient:
         """End the process and release everything: send Shutdown, then close stdin, then kill."""
         self.send(wire.Shutdown())
         if not await self._has_exited(_SHUTDOWN_SECONDS):
-            self._close_pipe()
+            self._process.close_pipe()
             if not await self._has_exited(_EXIT_SECONDS):
                 self._process.kill()
                 await self._exited.wait()
@@ -172,26 +157,12 @@ class EngineClient:
         hint = ", perhaps for lack of memory" if status == -9 else ""
         return f"was killed by signal {-status}{hint}"
 
-    def _close_pipe(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
     def _close(self) -> None:
-        self._close_pipe()
+        self._process.close_pipe()
         if self.is_open:
             self._loop.remove_reader(self._reports.fileno())
             for socket in (self._requests, self._reports):
                 socket.close(linger=0)
             # The library rarely waits for ever here, so nobody waits for it.
             threading.Thread(target=self._context.term, daemon=True).start()
-        shutil.rmtree(self._socket_dir, ignore_errors=True)
-
-
-def _make_socket_dir() -> Path:
-    """A directory only this user can enter, with a path short enough for a Unix socket."""
-    folder = tempfile.gettempdir()
-    return Path(
-        tempfile.mkdtemp(
-            prefix="atom-", dir=folder if len(folder.encode()) <= _LONGEST_SOCKET_DIR else "/tmp"
-        )
-    )
+        self._process.remove_sockets()

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import zmq
 
-from atom import logs
+from atom import logs, torch_start
 from atom.config import EngineConfig
 from atom.messages import (
     EngineDeadError,
@@ -194,6 +194,7 @@ def main() -> int:
     socket_dir: Path = args.socket_dir
     if args.cpus is not None:  # before torch counts them
         os.sched_setaffinity(0, args.cpus)
+    torch_start.begin()
     # Ctrl-C and service managers signal the whole process group, but the frontend drains its
     # requests first and then ends this process itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -15,7 +15,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from atom.entrypoints.http.root_path import RootPathMiddleware
-from atom.entrypoints.server.serve import _is_open, bind, bind_uds
+from atom.entrypoints.server.listening import bind, bind_uds
+from atom.entrypoints.server.serve import _is_open
 
 
 def test_a_server_on_a_socket_with_its_flags_in_a_file(

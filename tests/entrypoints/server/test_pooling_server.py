@@ -24,6 +24,7 @@ from atom.entrypoints.server_options import OptionError, ServerOptions
 from atom.model_engine.arg_utils import engine_config
 from atom.pooling.async_engine import AsyncPoolingEngine
 from atom.pooling.engine import PoolingEngine
+from atom.pooling.source import pooling_source
 
 SIZES = {"vocab_size": 19, "max_position_embeddings": 102, "pad_token_id": 0}
 OPTIONS = ServerOptions(served_model_names=("tiny",))
@@ -82,7 +83,9 @@ async def ranking(scorer: PoolingEngine) -> AsyncIterator[httpx.AsyncClient]:
 async def test_a_server_starts_what_the_files_say(tmp_path: Path) -> None:
     write_scorer(tmp_path)
     config = engine_config(model=str(tmp_path), device="cpu", num_threads=1)
-    engine = await _start(config, OPTIONS, ServerMetrics())
+    source = pooling_source(config)
+    assert source is not None
+    engine = await _start(config, OPTIONS, source, ServerMetrics())
     assert isinstance(engine, AsyncPoolingEngine)
     assert "scores pairs of texts; 100 tokens" in _banner("http://test", OPTIONS, engine)
     transport = httpx.ASGITransport(_create_app(engine, OPTIONS, ServerMetrics()))
@@ -90,7 +93,7 @@ async def test_a_server_starts_what_the_files_say(tmp_path: Path) -> None:
         await post(client, "/rerank", query=FOX, documents=[DOG])
     await engine.shutdown(0)
     with pytest.raises(OptionError, match="--chat-template is for models that generate"):
-        await _start(config, ServerOptions(chat_template="{{ messages }}"), ServerMetrics())
+        await _start(config, ServerOptions(chat_template="{{ messages }}"), source, ServerMetrics())
 
 
 async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
