@@ -209,13 +209,16 @@ def main() -> int:
         socket.set_hwm(0)
         socket.linger = _LINGER_MS
     requests.bind(wire.requests_address(socket_dir))
-    for socket in (reports, heartbeats):
-        socket.connect(wire.reports_address(socket_dir))
     # What a start makes stays; looking for garbage in it would take a tenth of the time.
     gc.disable()
     # Imported after signals and stdin are handled, since it takes seconds.
     from atom.model_engine.engine_core import EngineCore
 
+    # With the first message the other end is there: who connects before tries again now and then,
+    # and the folder of the sockets may be gone by then.
+    requests.poll()
+    for socket in (reports, heartbeats):
+        socket.connect(wire.reports_address(socket_dir))
     status = EngineLoop(requests, reports, heartbeats, EngineCore).run()
     context.destroy(_LINGER_MS)
     return status
