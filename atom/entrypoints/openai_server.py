@@ -32,6 +32,7 @@ from atom.model_engine.arg_utils import (
 from atom.model_engine.processes.launched import run_as_follower_if_launched
 from atom.model_engine.processes.spawn import SpawnedEngines, spawned_engines
 from atom.model_loader.errors import WeightError
+from atom.model_loader.locate import is_here
 from atom.pooling.source import PoolingSource, pooling_source
 
 _PROG = "python -m atom.entrypoints.openai_server"
@@ -130,6 +131,8 @@ def serve_forever(config: EngineConfig, options: ServerOptions) -> int:
 
 
 def _serve(config: EngineConfig, options: ServerOptions, sock: socket.socket) -> int:
+    if not is_here(config.model):  # what is downloaded may be stopped by a signal
+        return _run(config, options, sock, None)
     if (source := pooling_source(config)) is not None:
         return _run(config, options, sock, source)
     with spawned_engines(config) as engines:
@@ -140,7 +143,7 @@ def _run(
     config: EngineConfig,
     options: ServerOptions,
     sock: socket.socket,
-    model: PoolingSource | SpawnedEngines,
+    model: PoolingSource | SpawnedEngines | None,
 ) -> int:
     # The engines' processes import torch while this one does.
     from atom.entrypoints.server.serve import serve

@@ -35,6 +35,11 @@ def embedded_model() -> Path:
     )
 
 
+def is_here(options: ModelOptions) -> bool:
+    """Whether the model is on this machine, for certain."""
+    return options.model is None or Path(options.model).expanduser().exists()
+
+
 def locate_model(model: str, options: ModelOptions) -> Path:
     """The folder or GGUF file of a name, downloaded if it is a hub id.
 

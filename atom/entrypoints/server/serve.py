@@ -28,7 +28,7 @@ from atom.entrypoints.server_options import OptionError, ServerOptions
 from atom.model_engine.async_engine import AsyncEngine
 from atom.model_engine.processes.spawn import SpawnedEngines
 from atom.pooling.async_engine import AsyncPoolingEngine
-from atom.pooling.source import PoolingSource
+from atom.pooling.source import PoolingSource, pooling_source
 from atom.text.observer import EngineObserver
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,13 @@ async def serve(
     engine_config: EngineConfig,
     options: ServerOptions,
     sock: socket.socket,
-    model: PoolingSource | SpawnedEngines,
+    model: PoolingSource | SpawnedEngines | None,
 ) -> int:
     """Run until a signal or the engine's death; returns the process's exit code.
 
     Args:
-        model: what embeds or scores, or the processes of what generates.
+        model: what embeds or scores, or the processes of what generates; None where nobody has
+            looked yet.
     """
     metrics = create_metrics(options)
     async with watching(options, engine_config.model.model, metrics) as observer:
@@ -68,7 +69,7 @@ async def _serve(
     engine_config: EngineConfig,
     options: ServerOptions,
     sock: socket.socket,
-    model: PoolingSource | SpawnedEngines,
+    model: PoolingSource | SpawnedEngines | None,
     metrics: ServerMetrics,
     observer: EngineObserver,
 ) -> int:
@@ -103,15 +104,17 @@ async def _serve(
 async def _start(
     config: EngineConfig,
     options: ServerOptions,
-    model: PoolingSource | SpawnedEngines,
+    model: PoolingSource | SpawnedEngines | None,
     observer: EngineObserver,
 ) -> AnyEngine:
-    if isinstance(model, SpawnedEngines):
-        return await AsyncEngine.start(
-            config, admission=options.admission, observer=observer, spawned=model
-        )
-    refuse_generation_options(options, model.name)
-    return await AsyncPoolingEngine.start(config, model, admission=options.admission)
+    if model is None:
+        model = await asyncio.to_thread(pooling_source, config)
+    if isinstance(model, PoolingSource):
+        refuse_generation_options(options, model.name)
+        return await AsyncPoolingEngine.start(config, model, admission=options.admission)
+    return await AsyncEngine.start(
+        config, admission=options.admission, observer=observer, spawned=model
+    )
 
 
 def _create_app(engine: AnyEngine, options: ServerOptions, metrics: ServerMetrics) -> FastAPI:

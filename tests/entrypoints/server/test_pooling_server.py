@@ -83,15 +83,14 @@ async def ranking(scorer: PoolingEngine) -> AsyncIterator[httpx.AsyncClient]:
 async def test_a_server_starts_what_the_files_say(tmp_path: Path) -> None:
     write_scorer(tmp_path)
     config = engine_config(model=str(tmp_path), device="cpu", num_threads=1)
-    source = pooling_source(config)
-    assert source is not None
-    engine = await _start(config, OPTIONS, source, ServerMetrics())
+    engine = await _start(config, OPTIONS, None, ServerMetrics())
     assert isinstance(engine, AsyncPoolingEngine)
     assert "scores pairs of texts; 100 tokens" in _banner("http://test", OPTIONS, engine)
     transport = httpx.ASGITransport(_create_app(engine, OPTIONS, ServerMetrics()))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         await post(client, "/rerank", query=FOX, documents=[DOG])
     await engine.shutdown(0)
+    source = pooling_source(config)
     with pytest.raises(OptionError, match="--chat-template is for models that generate"):
         await _start(config, ServerOptions(chat_template="{{ messages }}"), source, ServerMetrics())
 
