@@ -22,6 +22,24 @@ class FinishReason(str, enum.Enum):
     ABORT = "abort"
 
 
+class MRopeGrid(msgspec.Struct, frozen=True):
+    """Where the tokens of an image are that rotate by three numbers: time, row and column.
+
+    Attributes:
+        times: of each frame, ascending from 0.
+        rows, columns: of each frame; its tokens come row by row.
+    """
+
+    times: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @property
+    def extent(self) -> int:
+        """How far behind its first place the next token's is."""
+        return max(self.times[-1] + 1, self.rows, self.columns)
+
+
 class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     """An image in a prompt, as its encoder takes it.
 
@@ -31,6 +49,7 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
         pixels, shape: uint8, channels third from the end, not normalised yet.
         grid: what else the encoder must know, as the family's processor makes it.
         mean, std: of each channel, in units of `pixels`; what is encoded is (pixels - mean) / std.
+        mrope_grid: of the tokens in each range; None where tokens rotate by their position.
     """
 
     digest: bytes
@@ -40,6 +59,7 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     grid: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    mrope_grid: MRopeGrid | None = None
 
     @property
     def start(self) -> int:

@@ -158,10 +158,13 @@ def resolve_model(options: ModelOptions) -> ModelSource:
     implementation = _choose_implementation(raw, options)
     config = _load_config(folder, raw, options, implementation)
     _try_implementation(implementation, config, folder)
+    text = config.get_text_config()
+    if not hasattr(text, "tie_word_embeddings"):  # the whole model's, where it also sees
+        text.tie_word_embeddings = config.tie_word_embeddings
     if options.load_format != "dummy":
         tie_absent_head(config, folder)
-        untie_different_head(config.get_text_config(), folder)
-    vocab_size = config.get_text_config().vocab_size
+        untie_different_head(text, folder)
+    vocab_size = text.vocab_size
     eos_token_ids = end_token_ids(folder, raw, options, vocab_size)
     defaults = sampling_defaults(_EMBEDDED_CONFIG if options.model is None else folder, options)
     return ModelSource(

@@ -118,6 +118,8 @@ class FusedMoE(nn.Module):
             says; its weights follow those of the others. None if it is a layer of its own. It is
             stored like the others, or not quantised where the op takes that (`OpChoice`).
         gate: None for silu.
+        turned: whether tensors of all experts may be stored with inputs before outputs, as their
+            shapes say then; those with a clamped gate are.
 
     Attributes:
         num_experts: of all ranks, without a shared one.
@@ -148,9 +150,11 @@ class FusedMoE(nn.Module):
         prefix: str,
         shared: str | None = None,
         gate: ClampedGate | SituGate | None = None,
+        turned: bool = False,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
+        self._turned = turned
         self._has_shared = shared is not None
         self._dtype = context.dtype
         experts = [f"{prefix}.{i}" for i in range(num_experts)]
@@ -310,7 +314,7 @@ class FusedMoE(nn.Module):
         """Load both matrices of `w13`, or the one of `w2`, of one expert or of all held here."""
         storage = self._storages[matrix]
         is_turned = self._is_clamped and stored == "weight"
-        if is_turned:
+        if is_turned or (stored == "weight" and self._is_turned(matrix, tensor)):
             tensor = tensor.transpose(-1, -2)
         if matrix == "w2":
             storage.load(stored, tensor, self._parts["down_proj"], expert)
@@ -322,6 +326,10 @@ class FusedMoE(nn.Module):
         for part, half in zip(("gate_proj", "up_proj"), both, strict=True):
             own = half if expert is None else half[0]
             storage.load(stored, own, self._parts[part], expert)
+
+    def _is_turned(self, matrix: str, tensor: torch.Tensor) -> bool:
+        part = self._parts["down_proj" if matrix == "w2" else "gate_proj"]
+        return self._turned and tensor.shape[-1] != part.columns.total
 
     def _of_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor [experts, ...] of all routed experts; any other is refused."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
+from atom.model_ops.attention.metadata import ModelInput
 from atom.model_ops.kernels.torch.elementwise import Rope
 from atom.model_ops.layer_context import LayerContext
 
@@ -14,6 +17,22 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+
+
+class Rotation(Protocol):
+    """A table of angles, and the op that rotates by rows of it.
+
+    Attributes: as of `RotaryEmbedding`.
+    """
+
+    @property
+    def cos_sin(self) -> torch.Tensor: ...
+
+    @property
+    def interleaved(self) -> bool: ...
+
+    @property
+    def rope(self) -> Rope: ...
 
 
 class RotaryEmbedding(nn.Module):
@@ -66,10 +85,85 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin", table.to(context.device), persistent=False)
         self.rope: Rope = context.ops.resolve("rope", context.dtype, head_dim=head_dim)
 
+    def of_step(self, model_input: ModelInput) -> tuple[torch.Tensor, Rotation]:
+        """By which row of which table each of a step's tokens rotates."""
+        return model_input.positions, self
+
     def _frequencies(
         self, config: PretrainedConfig, rotary_dim: int, max_model_len: int
     ) -> tuple[torch.Tensor, float]:
         return rope_frequencies(config, rotary_dim, max_model_len)
+
+
+@dataclass(frozen=True)
+class StepRotation:
+    """A table with a row for each token of a step."""
+
+    cos_sin: torch.Tensor
+    interleaved: bool
+    rope: Rope
+
+
+class MRotaryEmbedding(RotaryEmbedding):
+    """Rotates some pairs of a head by a token's time, some by its row, some by its column.
+
+    In text all three are one number, so there it is what `RotaryEmbedding` is. With images each
+    step has a table of its own, made of rows of this one, so that kernels know nothing of it.
+
+    Args:
+        sections: how many pairs turn by each of the three.
+        mixed: whether pairs of all three come in turns, those of time last; else one section is
+            behind the other.
+
+    Raises:
+        ValueError: for sections that are not the pairs of a head.
+    """
+
+    axes: torch.Tensor
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        head_dim: int,
+        context: LayerContext,
+        sections: Sequence[int],
+        *,
+        mixed: bool,
+        rotary_dim: int | None = None,
+    ) -> None:
+        super().__init__(config, head_dim, context, rotary_dim=rotary_dim)
+        of_pairs = axes_of_pairs(sections, self.cos_sin.shape[1] // 2, mixed=mixed)
+        self.register_buffer("axes", of_pairs.repeat(2).to(context.device), persistent=False)
+        self._table = context.ops.resolve("mrope_table", torch.float32)
+
+    def of_step(self, model_input: ModelInput) -> tuple[torch.Tensor, Rotation]:
+        shifts = model_input.mrope_shifts
+        if shifts is None:
+            return super().of_step(model_input)
+        table, rows = self._table(self.cos_sin, model_input.positions, shifts, self.axes)
+        return rows, StepRotation(table, self.interleaved, self.rope)
+
+
+def axes_of_pairs(sections: Sequence[int], num_pairs: int, *, mixed: bool) -> torch.Tensor:
+    """[num_pairs] int64: 0 for pairs that turn by time, 1 by row, 2 by column.
+
+    Raises:
+        ValueError: as `MRotaryEmbedding`.
+    """
+    counts = list(sections)
+    if len(counts) != 3 or sum(counts) != num_pairs or min(counts) < 0:
+        raise ValueError(
+            f"mrope_section={counts} of a head with {num_pairs} pairs: expected three numbers "
+            f"whose sum that is"
+        )
+    if not mixed:
+        return torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+    axes = torch.zeros(num_pairs, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * counts[axis] : 3] = axis
+    if axes.bincount(minlength=3).tolist() != counts:
+        raise ValueError(f"mrope_section={counts}: too few pairs of time to come in turns")
+    return axes
 
 
 class NoRotation(RotaryEmbedding):

@@ -13,7 +13,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import HeadsLayerNorm, ResidualLayerNorm
 from atom.model_ops.linear import kv_share, share_of
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import NoRotation, RotaryEmbedding
+from atom.model_ops.rotary import NoRotation, RotaryEmbedding, Rotation
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
 
@@ -75,7 +75,7 @@ class CohereDecoderLayer(LlamaDecoderLayer):
         residual: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         attended = self.self_attn(x, positions, metadata, rotary)

@@ -30,7 +30,7 @@ from atom.model_ops.moe import FusedMoE, TopKRouter
 from atom.model_ops.quant.base import are_alike
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rank_sums import SumInput
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import RotaryEmbedding, Rotation
 from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.layers.mtp import MTPTarget
@@ -178,7 +178,7 @@ class DeepseekV2Attention(Sublayer):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         rows = self._project(x)
         attended = self.attn(*rows, self.kv_b_proj.by_head(), positions, metadata, rotary)
@@ -190,7 +190,7 @@ class DeepseekV2Attention(Sublayer):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> None:
         """Write the KV cache like `forward`, without computing its output."""
         name = "kv_a_proj_with_mqa"

@@ -14,7 +14,7 @@ from atom.model_ops.attention.sparse import Indexer, SparseMLAAttention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import LinearBase
 from atom.model_ops.quant.rounding import Rows, unrounded
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import RotaryEmbedding, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.deepseek_v2 import (
     DeepseekV2Attention,
@@ -89,7 +89,7 @@ class DeepseekV32Attention(DeepseekV2Attention):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         low, latent, k_rope = self._project_down(x)
         chosen: AttentionMetadata | None
@@ -115,7 +115,7 @@ class DeepseekV32Attention(DeepseekV2Attention):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> None:
         super().write_kv(x, positions, metadata, rotary)
         if self.indexer is not None:

@@ -10,7 +10,7 @@ from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer, SummedRMSNorm
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import RotaryEmbedding, Rotation
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
 from atom.models.phi3 import rotated_size
 
@@ -44,7 +44,7 @@ class Glm4DecoderLayer(LlamaDecoderLayer):
         residual: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         attended = self.self_attn(x, positions, metadata, rotary)

@@ -10,7 +10,7 @@ from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import Rotation
 from atom.models.llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -42,7 +42,7 @@ class GraniteAttention(LlamaAttention):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         out: torch.Tensor = self._scale(
             super().forward(x, positions, metadata, rotary), self._factor

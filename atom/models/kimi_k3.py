@@ -30,7 +30,7 @@ from atom.model_ops.moe import FusedMoE, SituGate, TopKRouter
 from atom.model_ops.quant.base import UnquantizedConfig
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rank_sums import resolve_plain_sum
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import Rotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.deepseek_v2 import DeepseekV3MoE, expect
 from atom.models.kimi_linear import (
@@ -100,7 +100,7 @@ class KimiK3Attention(KimiLinearAttention):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         rows = self._project(x)
         attended = self.attn(*rows, self.kv_b_proj.by_head(), positions, metadata, rotary)
@@ -223,7 +223,7 @@ class KimiK3DecoderLayer(KimiLinearDecoderLayer):
         blocks: BlockSums,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """The running sum [T, hidden] before the layer -> after it, of `rows` [R] or of all; both
@@ -304,16 +304,18 @@ class KimiK3Model(LlamaModel):
         boundaries = {}
         last = len(self._layers) - 1
         rows = None if last + 1 in self.aux_layer_ids else model_input.output_rows
+        rotations = [rotary.of_step(model_input) for rotary in self._rotaries]
         for i, layer in enumerate(self._layers):
             if i in self.aux_layer_ids:
                 boundaries[i] = running
             assert isinstance(layer, KimiK3DecoderLayer)
+            positions, rotary = rotations[self._rotary_of_layer[i]]
             running = layer.add_to(
                 running,
                 blocks,
-                model_input.positions,
+                positions,
                 model_input.attention,
-                self._layer_rotaries[i],
+                rotary,
                 rows if i == last else None,
             )
         boundaries[last + 1] = running

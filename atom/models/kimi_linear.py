@@ -20,7 +20,7 @@ from atom.model_ops.linear import (
     share_of,
 )
 from atom.model_ops.quant.rounding import Rows, unrounded
-from atom.model_ops.rotary import NoRotation, RotaryEmbedding
+from atom.model_ops.rotary import NoRotation, RotaryEmbedding, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.deepseek_v2 import (
     DeepseekV2Attention,
@@ -103,7 +103,7 @@ class KimiDeltaAttention(Sublayer):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         rows = unrounded(x)
         by_head = len(rows), self.num_heads, self.head_dim

@@ -32,7 +32,7 @@ from atom.model_ops.linear import (
     RowParallelLinear,
 )
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import RotaryEmbedding, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
 
@@ -181,7 +181,7 @@ class LlamaAttention(Sublayer):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         q, k, v = self.qkv_proj.split(self.qkv_proj(x))
         q, k = self.prepare_queries(q), self.prepare_keys(k)
@@ -193,7 +193,7 @@ class LlamaAttention(Sublayer):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> None:
         """Write the KV cache like `forward`, without computing its output."""
         k, v = self.qkv_proj.keys_and_values(x)
@@ -267,7 +267,7 @@ class LlamaDecoderLayer(nn.Module):
         residual: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """From what `enter` returned: this rank's part of a sum, and the residual, whose sum is the
@@ -312,8 +312,9 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(self._layers)
         self.norm = layer_class.create_final_norm(config, context)
         self.rotary = rotaries[0]
-        self.rotaries = nn.ModuleList(dict.fromkeys(rotaries))
-        self._layer_rotaries = tuple(rotaries)
+        self._rotaries = tuple(dict.fromkeys(rotaries))
+        self.rotaries = nn.ModuleList(self._rotaries)
+        self._rotary_of_layer = tuple(map(self._rotaries.index, rotaries))
         self._embedding_scale = embedding_scale
         self._scale = None
         if embedding_scale != 1:
@@ -324,24 +325,33 @@ class LlamaModel(nn.Module):
         hidden = self.embed_tokens(model_input.input_ids)
         if self._scale is not None:
             hidden = self._scale(hidden, self._embedding_scale)
-        if model_input.images is not None:
-            hidden = model_input.images.fill(hidden)
+        images = model_input.images
+        if images is not None:
+            hidden = images.fill(hidden)
+        rotations = [rotary.of_step(model_input) for rotary in self._rotaries]
         residual: torch.Tensor | None = None
         boundaries: dict[int, torch.Tensor] = {}
         last = len(self._layers) - 1
-        rows = None if last + 1 in self.aux_layer_ids else model_input.output_rows
+        rows = model_input.output_rows
+        if last + 1 in self.aux_layer_ids or (
+            images is not None and images.num_deep(hidden.shape[1]) > last
+        ):
+            rows = None
         for i, layer in enumerate(self._layers):
             hidden, residual = layer.enter(hidden, residual)
             if i in self.aux_layer_ids:
                 boundaries[i] = residual
+            positions, rotary = rotations[self._rotary_of_layer[i]]
             hidden, residual = layer(
                 hidden,
                 residual,
-                model_input.positions,
+                positions,
                 model_input.attention,
-                self._layer_rotaries[i],
+                rotary,
                 rows if i == last else None,
             )
+            if images is not None:
+                residual = images.deepen(i, residual)
         assert residual is not None
         hidden, boundaries[last + 1] = self.norm.add(hidden, residual)
         if rows is not None:

@@ -10,7 +10,7 @@ from atom.config import ConfigError
 from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import RotaryEmbedding, Rotation
 from atom.models.layers.text_model import TextModel
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
@@ -107,7 +107,7 @@ class Ministral3Attention(MistralAttention):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         """A rotation keeps factors, so they may come before it."""
         if not isinstance(rotary, PlacedRotary):

@@ -13,7 +13,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import SplitRMSNorm, SummedRMSNorm
 from atom.model_ops.linear import kv_share, share_of
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import Rotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.llama import (
     LlamaAttention,
@@ -81,7 +81,7 @@ class Olmo2DecoderLayer(LlamaDecoderLayer):
         residual: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         attended = self.self_attn(x, positions, metadata, rotary)

@@ -1,4 +1,4 @@
-"""Qwen3.5: Qwen3-Next with separate projections, dense or with experts. Only text is supported."""
+"""Qwen3.5: Qwen3-Next with separate projections, dense or with experts, and a vision tower."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.linear import ColumnParallelLinear, LinearBase, share_of, stack
 from atom.model_ops.quant.base import LayerKind
 from atom.model_ops.quant.storage import MatrixStorage
+from atom.model_ops.rotary import MRotaryEmbedding, RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.llama import LlamaMLP
+from atom.models.llama import LlamaMLP, head_size
+from atom.models.phi3 import rotated_size
 from atom.models.qwen2_moe import Qwen2MoE
 from atom.models.qwen3_next import GatedDeltaNet, Qwen3NextDecoderLayer, Qwen3NextForCausalLM
+from atom.models.vision.encoder import ImageEncoder
+from atom.models.vision.qwen3_vl import Qwen3ImageEncoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 # As in the files of models that also see.
 _TEXT = ("model.language_model.", "model.")
+_TOWER = ("model.visual.", "visual.")
 _VISION = (r"model\.visual\..*",)
+_SECTIONS = (11, 11, 10)
 
 
 class FusedColumnLinear(LinearBase):
@@ -92,18 +98,15 @@ class Qwen35MoeDecoderLayer(Qwen35DecoderLayer):
 
 
 class Qwen35ForCausalLM(Qwen3NextForCausalLM):
-    """Source of names and computation: transformers' `qwen3_5`, text model.
-
-    Rotation has three positions per token, of time and of an image's rows and columns, which are
-    the same in text.
-    """
+    """Source of names and computation: transformers' `qwen3_5`, text model."""
 
     layer_class = Qwen35DecoderLayer
 
     @property
     def weight_mapping(self) -> WeightMapping:
         mapping = super().weight_mapping
-        return replace(mapping, renames=(_TEXT,), ignored=(*mapping.ignored, *_VISION))
+        unread = _VISION if self.image_encoder is None else ()
+        return replace(mapping, renames=(_TEXT, _TOWER), ignored=(*mapping.ignored, *unread))
 
 
 class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
@@ -113,14 +116,26 @@ class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
 
 
 class Qwen35ForConditionalGeneration(Qwen35ForCausalLM):
-    """The text model of one that also sees; vision weights are not loaded."""
+    """The checkpoint's `model.language_model.*` and, with images, its `model.visual.*`."""
 
     trunk = "model.language_model"
 
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__(config.get_text_config(), context)
-        if context.device.type != "meta":  # not when it is only sketched
+        self.visual = Qwen3ImageEncoder(config, context) if context.images else None
+        if self.visual is None and context.device.type != "meta":  # not when it is only sketched
             logger.info("%s runs as a text model: vision weights are skipped", config.model_type)
+
+    def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
+        if not context.images:
+            return super().create_rotary(config, context)
+        sections = config.rope_parameters.get("mrope_section", _SECTIONS)
+        head, rotated = head_size(config), rotated_size(config)
+        return MRotaryEmbedding(config, head, context, sections, mixed=True, rotary_dim=rotated)
+
+    @property
+    def image_encoder(self) -> ImageEncoder | None:
+        return self.visual
 
 
 class Qwen35MoeForConditionalGeneration(Qwen35ForConditionalGeneration):

@@ -14,7 +14,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.linear import ColumnParallelLinear, RowParallelLinear, share_of
 from atom.model_ops.quant.rounding import Rows, unrounded
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import RotaryEmbedding, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.deepseek_v2 import expect
 from atom.models.layers.gated_attention import GatedAttention
@@ -114,7 +114,7 @@ class GatedDeltaNet(Sublayer):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         qkv, gate, decay, beta = self.project(unrounded(x))
         states = metadata.states

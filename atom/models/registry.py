@@ -41,6 +41,15 @@ _MODELS = {
     "SmolVLMForConditionalGeneration": _Model(
         "idefics3", "Idefics3ForConditionalGeneration", ("smolvlm",)
     ),
+    "Qwen2_5_VLForConditionalGeneration": _Model(
+        "qwen2_5_vl", "Qwen25VLForConditionalGeneration", ("qwen2_5_vl",)
+    ),
+    "Qwen3VLForConditionalGeneration": _Model(
+        "qwen3_vl", "Qwen3VLForConditionalGeneration", ("qwen3_vl",)
+    ),
+    "Qwen3VLMoeForConditionalGeneration": _Model(
+        "qwen3_vl", "Qwen3VLMoeForConditionalGeneration", ("qwen3_vl_moe",)
+    ),
     "Qwen3ForCausalLM": _Model("qwen3", "Qwen3ForCausalLM", ("qwen3",)),
     "DeepseekV2ForCausalLM": _Model("deepseek_v2", "DeepseekV2ForCausalLM", ("deepseek_v2",)),
     "DeepseekV3ForCausalLM": _Model(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from atom.messages import ImageInput, RequestRefusedError
+from atom.messages import ImageInput, MRopeGrid, RequestRefusedError
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ImageItem:
     """An image as its encoder takes it, wherever it is in a prompt.
 
     Attributes:
-        pixels, grid, mean, std, digest: as in `ImageInput`.
+        pixels, grid, mean, std, digest, mrope_grid: as in `ImageInput`.
         token_ids: what takes the place of the placeholder.
         ranges: which of these the encoder's rows stand for: first and number, in order.
     """
@@ -30,6 +30,7 @@ class ImageItem:
     token_ids: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]
     digest: bytes
+    mrope_grid: MRopeGrid | None = None
 
     @classmethod
     def of(
@@ -40,13 +41,15 @@ class ImageItem:
         std: tuple[float, ...],
         token_ids: Sequence[int],
         ranges: Sequence[tuple[int, int]],
+        mrope_grid: MRopeGrid | None = None,
     ) -> ImageItem:
-        """With the digest of all that the encoder reads."""
+        """With the digest of all that the encoder and the rotation of its tokens read."""
         kept = np.ascontiguousarray(pixels)
-        stated = repr((kept.shape, grid, mean, std)).encode()
+        stated = repr((kept.shape, grid, mean, std, mrope_grid)).encode()
         digest = hashlib.sha256(stated)
         digest.update(kept.data)
-        return cls(kept, grid, mean, std, tuple(token_ids), tuple(ranges), digest.digest())
+        where = tuple(token_ids), tuple(ranges), digest.digest()
+        return cls(kept, grid, mean, std, *where, mrope_grid)
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +66,7 @@ class ImageItem:
             grid=self.grid,
             mean=self.mean,
             std=self.std,
+            mrope_grid=self.mrope_grid,
         )
 
 

@@ -150,14 +150,14 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @torch.no_grad()
 def write_checkpoint(
-    folder: Path, model: PreTrainedModel, never_sampled: int | None = None
+    folder: Path, model: PreTrainedModel, never_sampled: int | list[int] | None = None
 ) -> Checkpoint:
     """Args:
-    never_sampled: a token whose logit is 0.
+    never_sampled: a token whose logit is 0, or several.
     """
     generator = torch.Generator().manual_seed(1)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if "inv_freq" in name or "vision" in name or "embed_scale" in name:
+        if any(part in name for part in ("inv_freq", "vision", "visual", "embed_scale")):
             continue
         noise = torch.randn(tensor.shape, generator=generator)
         if tensor.dim() > 1:

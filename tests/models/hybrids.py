@@ -14,7 +14,7 @@ from models.checkpoints import DENSE, MLA, Checkpoint, edit_config, write_checkp
 from safetensors.torch import load_file, save_file
 
 _LAYERS = ["linear_attention", "full_attention", "linear_attention"]
-_GDN = {
+GDN = {
     "head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -40,14 +40,14 @@ _KDA = {
 }
 # By name: transformers' classes of the model and its configuration, and fields of that.
 HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_GDN, **_EXPERTS}),
+    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**GDN, **_EXPERTS}),
     "qwen3_next-dense": (
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
-        {**_GDN, **_EXPERTS, "mlp_only_layers": [0], "norm_topk_prob": False},
+        {**GDN, **_EXPERTS, "mlp_only_layers": [0], "norm_topk_prob": False},
     ),
-    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _GDN),
-    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_GDN, **_EXPERTS}),
+    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", GDN),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**GDN, **_EXPERTS}),
     "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", _KDA),
     "kimi_linear-queries": (
         "KimiLinearForCausalLM",

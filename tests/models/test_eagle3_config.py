@@ -103,6 +103,18 @@ def test_mla_network() -> None:
     assert Eagle3Config.from_dict(without(MLA, "q_lora_rank")).network.q_lora_rank is None
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "mrope", "mrope_section": [2, 3, 3]},
+        {"rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True},
+    ],
+)
+def test_drafts_of_models_that_see_rotate_by_positions(scaling: dict[str, Any]) -> None:
+    config = Eagle3Config.from_dict({**MHA, "rope_scaling": scaling, "rope_theta": 5e4})
+    assert config.network.rope_parameters == {"rope_theta": 5e4, "rope_type": "default"}
+
+
 @pytest.mark.parametrize("raw", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}])
 def test_rotation_is_the_drafts_own(raw: dict[str, Any]) -> None:
     config = Eagle3Config.from_dict({**MINIMAL, **raw})
@@ -217,8 +229,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "layer type": ({"layer_types": ["linear_attention"]}, ["linear_attention"]),
     "rope type": ({"rope_scaling": {"type": "su", "factor": 2.0}}, ["'su'", "yarn"]),
     "rope key": (
-        {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}},
-        ["mrope_section=[1]"],
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_turns": [1]}},
+        ["rope_turns=[1]"],
     ),
     "partial rotation": (
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from models import checkpoints
 from models.checkpoints import DENSE, MLA, write_checkpoint
+from models.hybrids import GDN
 from PIL import Image
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -38,8 +40,8 @@ class VisionCheckpoint:
     def greedy(self, token_ids: list[int], images: Sequence[ImageInput], count: int) -> list[int]:
         """What transformers generates behind expanded tokens."""
         tokens = list(token_ids)
-        given = self._pixels(images)
         for _ in range(count):
+            given = self._given(tokens, images)
             output = self.reference(torch.tensor([tokens]), use_cache=False, **given)
             tokens.append(int(output.logits[0, -1].argmax()))
         return tokens[len(token_ids) :]
@@ -47,8 +49,12 @@ class VisionCheckpoint:
     @torch.inference_mode()
     def logits(self, token_ids: list[int], images: Sequence[ImageInput]) -> torch.Tensor:
         """[T, vocab]."""
-        given = self._pixels(images)
+        given = self._given(token_ids, images)
         return self.reference(torch.tensor([token_ids]), use_cache=False, **given).logits[0]
+
+    def _given(self, token_ids: list[int], images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
+        """What goes with the tokens."""
+        return self._pixels(images)
 
     def _pixels(self, images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
         if not images:
@@ -102,7 +108,7 @@ def _with_random_tower(model: PreTrainedModel) -> PreTrainedModel:
     """Its towers are left alone by `write_checkpoint`."""
     generator = torch.Generator().manual_seed(7)
     for name, tensor in model.named_parameters():
-        if "vision" in name:
+        if "vision" in name or "visual" in name:
             noise = torch.randn(tensor.shape, generator=generator)
             fan_in = tensor[0].numel() if tensor.dim() > 1 else 1
             tensor.copy_(noise * (1.5 / fan_in**0.5 if tensor.dim() > 1 else 0.3))
@@ -181,3 +187,137 @@ class IdeficsCheckpoint(VisionCheckpoint):
         if not images:
             return {}
         return {"pixel_values": torch.cat([normalised(image) for image in images])[None]}
+
+
+# Settings under which images are up to 16 tokens.
+QWEN_SETTINGS = {"min_pixels": 4 * 8 * 8, "max_pixels": 16 * 8 * 8, "patch_size": 4}
+_QWEN_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": DENSE["hidden_size"],
+}
+# By type: the classes' name, how tokens rotate, the tower, and the text network.
+_QWEN_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # Windows of two by two tokens in two of three layers.
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {"mrope_section": [2, 2, 2]},
+        {"window_size": 16, "fullatt_block_indexes": [1]},
+        {},
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {"mrope_section": [3, 2, 1], "mrope_interleaved": True},
+        {"num_position_embeddings": 25, "deepstack_visual_indexes": [2, 0]},
+        {"head_dim": 12},
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {"mrope_section": [3, 2, 1], "mrope_interleaved": True},
+        {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1, 2]},
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+        {"num_position_embeddings": 25},
+        GDN,
+    ),
+}
+
+
+def qwen_vl(folder: Path, tokenizer: PreTrainedTokenizerFast, kind: str) -> QwenCheckpoint:
+    """A model of one of the types above."""
+    import transformers
+
+    name, rope, tower, own = _QWEN_KINDS[kind]
+    text = {**DENSE, "vocab_size": len(tokenizer) + 4, "max_position_embeddings": 256, **own}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **rope}
+    image, video = len(tokenizer) + 1, len(tokenizer) + 2
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text,
+        vision_config={**_QWEN_TOWER, **tower},
+        image_token_id=image,
+        video_token_id=video,
+    )
+    network = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    checkpoint = write_checkpoint(folder, _with_random_tower(network), [image, video])
+    (folder / "preprocessor_config.json").write_text(json.dumps(QWEN_SETTINGS))
+    tokenizer.save_pretrained(folder)
+    return QwenCheckpoint(folder, checkpoint.reference, image)
+
+
+def qwen2_5_vl_as_published(own: QwenCheckpoint, folder: Path) -> QwenCheckpoint:
+    """The same with the hub's names of tensors, and the text's fields beside the others."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(own.folder, folder, dirs_exist_ok=True)
+    renames = (("model.language_model.", "model."), ("model.visual.", "visual."))
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for theirs, published in renames:
+            name = name.replace(theirs, published)
+        tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    del text["model_type"]
+    text["rope_theta"] = rope["rope_theta"]
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    (folder / "config.json").write_text(json.dumps({**text, **config}))
+    return QwenCheckpoint(folder, own.reference, own.placeholder)
+
+
+def qwen3_vl_moe_as_published(own: QwenCheckpoint, folder: Path) -> QwenCheckpoint:
+    """The same with experts whose inputs come before their outputs."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(own.folder, folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return QwenCheckpoint(folder, own.reference, own.placeholder)
+
+
+AS_PUBLISHED = {
+    "qwen2_5_vl": qwen2_5_vl_as_published,
+    "qwen3_vl_moe": qwen3_vl_moe_as_published,
+}
+
+
+class QwenCheckpoint(VisionCheckpoint):
+    """Its tokens rotate by three numbers, and a patch is two frames deep."""
+
+    def positions(self, token_ids: list[int], images: Sequence[ImageInput]) -> torch.Tensor:
+        """[T, 3], those that transformers rotates by."""
+        given = self._given(token_ids, images)
+        given.pop("pixel_values", None)
+        model = self.reference.model
+        return model.get_rope_index(torch.tensor([token_ids]), **given)[0][:, 0].T
+
+    def _given(self, token_ids: list[int], images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
+        given = super()._given(token_ids, images)
+        config, tokens = self.reference.config, torch.tensor([token_ids])
+        kinds = (tokens == config.image_token_id) + 2 * (tokens == config.video_token_id)
+        return {**given, "mm_token_type_ids": kinds.int()} if images else given
+
+    def _pixels(self, images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
+        if not images:
+            return {}
+        grids = torch.tensor([image.grid for image in images])
+        pixels = torch.cat([qwen_patches(image) for image in images])
+        return {"pixel_values": pixels, "image_grid_thw": grids}
+
+
+def qwen_patches(image: ImageInput) -> torch.Tensor:
+    """What transformers' processor makes of it: [N, channels * frames * patch * patch]."""
+    patches = normalised(image).transpose(1, 2)
+    return patches.expand(-1, -1, 2, -1, -1).flatten(1)

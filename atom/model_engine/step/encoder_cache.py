@@ -22,6 +22,9 @@ class EncoderCache:
     What is asked for is always there: an image whose rows are gone, or were too many to keep, is
     encoded again. Equal images have equal rows, whoever sent them.
 
+    Attributes:
+        encoder: as given.
+
     Args:
         num_bytes: of all rows that are kept.
     """
@@ -29,7 +32,7 @@ class EncoderCache:
     def __init__(
         self, encoder: ImageEncoder, num_bytes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._encoder = encoder
+        self.encoder = encoder
         self._num_bytes = num_bytes
         self._dtype = dtype
         self._device = device
@@ -83,7 +86,7 @@ class EncoderCache:
         of_channels = (-1, 1, 1)
         pixels -= torch.tensor(image.mean, device=self._device).view(of_channels)
         pixels /= torch.tensor(image.std, device=self._device).view(of_channels)
-        made: torch.Tensor = self._encoder(pixels.to(self._dtype), image.grid)
+        made: torch.Tensor = self.encoder(pixels.to(self._dtype), image.grid)
         if len(made) != image.num_tokens:
             raise RuntimeError(
                 f"an image of shape {image.shape} was encoded to {len(made)} rows, and its prompt "

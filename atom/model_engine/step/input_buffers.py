@@ -72,6 +72,7 @@ class InputBuffers:
     Args:
         drafts: whether the token after each row is wanted.
         captured: whether a graph reads them.
+        mrope: whether tokens rotate by three numbers; else there are no shifts.
     """
 
     def __init__(
@@ -82,12 +83,15 @@ class InputBuffers:
         *,
         drafts: bool,
         captured: bool,
+        mrope: bool,
     ) -> None:
         self.input_ids, self.input_ids_dev = staging.reserve(num_tokens)
         self.positions, self.positions_dev = staging.reserve(num_tokens)
         self.slots, self.slots_dev = staging.reserve(num_tokens)
         self.successors, self.successors_dev = staging.reserve(num_tokens if drafts else 0)
         self.sources, self.sources_dev = staging.reserve(num_tokens if captured else 0)
+        shifts, shifts_dev = staging.reserve(3 * num_tokens if mrope else 0)
+        self.shifts, self.shifts_dev = shifts.reshape(-1, 3), shifts_dev.view(-1, 3)
         self.rows, self.rows_dev = staging.reserve(num_sequences)
         self.state_rows, self.state_rows_dev = staging.reserve(num_sequences)
         self.num_drafts, self.num_drafts_dev = staging.reserve(num_sequences if captured else 0)
@@ -109,6 +113,7 @@ class InputBuffers:
         self.positions[:] = 0
         self.slots[:] = -1
         self.successors[:] = 0
+        self.shifts[:] = 0
         self.num_drafts[:] = 0
         self.sources[:] = token_rows[-1] if len(token_rows) else 0
         self.sources[token_rows] = token_rows
@@ -157,4 +162,5 @@ class GraphInput:
         tables = self.tables, self.rows, attention.block_tables
         rows = model_input.input_ids, model_input.positions, self.sources
         input_ids, positions = self.take(*tables, *rows)
-        return ModelInput(input_ids, positions, attention)
+        shifts = model_input.mrope_shifts
+        return ModelInput(input_ids, positions, attention, mrope_shifts=shifts)

@@ -31,7 +31,7 @@ from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler
 
 # Staging buffer bytes for each token, for each sequence, and a constant part.
-_TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 160, 512, 1 << 16
+_TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 184, 512, 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +123,7 @@ class InputBuilder:
         self._ragged_len = ragged_len
         self._selects_rows = selects_rows
         self.images = images
+        self._mrope = images is not None and images.mrope
         self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
         self._kept = StepLayoutCache()
         width = -(-max_model_len // block_size)
@@ -166,7 +167,7 @@ class InputBuilder:
         size = len(block_tables)
         self.staging.restart()
         tokens = size * query_len
-        buffers = InputBuffers(self.staging, tokens, size, drafts=self._drafts, captured=captured)
+        buffers = self._buffers(tokens, size, captured=captured)
         buffers.pad(query_len, np.arange(0), self._padding_row)
         self.staging.send()
         model_input = ModelInput(
@@ -185,8 +186,13 @@ class InputBuilder:
                 padding_lens=buffers.padding_dev if captured and query_len > 1 else None,
                 state_rows=buffers.state_rows_dev,
             ),
+            mrope_shifts=buffers.shifts_dev if self._mrope else None,
         )
         return model_input, buffers
+
+    def _buffers(self, tokens: int, size: int, *, captured: bool) -> InputBuffers:
+        how = {"drafts": self._drafts, "captured": captured, "mrope": self._mrope}
+        return InputBuffers(self.staging, tokens, size, **how)
 
     def build(self, batch: ScheduledBatch) -> StepInput:
         """Write all inputs of the step and start their copy to the device."""
@@ -313,12 +319,10 @@ class InputBuilder:
     def _reserve(self, shape: BatchShape) -> InputBuffers:
         """Where the step's inputs go, from the start of the staging buffer on."""
         self.staging.restart()
-        graph, drafts = shape.graph, self._drafts
+        graph = shape.graph
         if graph is None:
-            rows, size = shape.num_rows, shape.num_sequences
-            return InputBuffers(self.staging, rows, size, drafts=drafts, captured=False)
-        rows, size = graph.num_rows, graph.batch_size
-        buffers = InputBuffers(self.staging, rows, size, drafts=drafts, captured=True)
+            return self._buffers(shape.num_rows, shape.num_sequences, captured=False)
+        buffers = self._buffers(graph.num_rows, graph.batch_size, captured=True)
         buffers.pad(graph.query_len, shape.token_rows, self._padding_row)
         return buffers
 
@@ -345,6 +349,11 @@ class InputBuilder:
         if shape.graph is not None:
             buffers.num_drafts[:count] = [s.num_drafts for s in sequences]
             buffers.padding[:count] = [shape.longest_query - len(s.token_ids) for s in sequences]
+        if self.images is not None and self._mrope:
+            shifts = self.images.mrope_shifts(sequences)
+            # What pads behind the last token is a copy of it.
+            buffers.shifts[:] = shifts[-1]
+            buffers.shifts[token_rows] = shifts
         buffers.starts[0] = 0
         buffers.starts[1 : count + 1] = np.cumsum(shape.lens)
 
@@ -410,6 +419,7 @@ class InputBuilder:
             ),
             output_rows,
             *(images or (None, None)),
+            buffers.shifts_dev[:tokens] if self._mrope else None,
         )
 
 

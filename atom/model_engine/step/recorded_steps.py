@@ -235,7 +235,8 @@ def _inputs(step: StepInput) -> tuple[torch.Tensor | None, ...]:
     """What is read whatever the choice of tokens is."""
     model_input = step.model_input
     rows = model_input.input_ids, model_input.positions, step.next_token_ids
-    return *rows, step.draft_sampling_rows, *model_input.attention.tensors
+    others = step.draft_sampling_rows, model_input.mrope_shifts
+    return *rows, *others, *model_input.attention.tensors
 
 
 def _with_unknown_lengths(step: StepInput) -> StepInput:

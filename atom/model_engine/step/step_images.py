@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from atom.batch import EncoderCounts, ScheduledBatch, ScheduledSequence
@@ -23,11 +24,15 @@ class StepImages:
     An image is encoded as a whole when a step computes any of its positions, and each step takes
     the rows that it needs: prompts may be cut anywhere.
 
+    Attributes:
+        mrope: whether tokens rotate by three numbers.
+
     Args:
         reads_next: whether a proposer reads the embeddings of next tokens.
     """
 
     def __init__(self, cache: EncoderCache, device: torch.device, reads_next: bool = False) -> None:
+        self.mrope = cache.encoder.mrope
         self._cache = cache
         self._device = device
         self._reads_next = reads_next
@@ -77,6 +82,15 @@ class StepImages:
             return None
         return ImageRows(torch.tensor(places, device=self._device), torch.cat(parts))
 
+    def mrope_shifts(self, sequences: Sequence[ScheduledSequence]) -> np.ndarray:
+        """As in `ModelInput`, of all their tokens: [N, 3] int64.
+
+        Those of tokens behind a prompt do not depend on where they are, so they are right for
+        sequences whose start only the device knows, too.
+        """
+        parts = [shifts_at(self._images.get(s.row, ()), s.start, s.context_len) for s in sequences]
+        return np.concatenate(parts)
+
     def take_counts(self) -> EncoderCounts:
         """As `EncoderCache.take_counts`."""
         return self._cache.take_counts()
@@ -97,10 +111,36 @@ class FullStepImages(StepImages):
     def rows(self, sequences: Sequence[ScheduledSequence]) -> RowsOfImages | None:
         count = sum(len(sequence.token_ids) for sequence in sequences)
         places = torch.arange(count, device=self._device)
-        own = ImageRows(places, self._embed(torch.zeros_like(places)))
+        embedded = self._embed(torch.zeros_like(places))
+        own = ImageRows(places, embedded.repeat(1, 1 + self._cache.encoder.num_deep))
         if not self._reads_next:
             return own, None
         return own, ImageRows(places, own.embeddings.clone())
+
+
+def shifts_at(images: Sequence[ImageInput], start: int, stop: int) -> np.ndarray:
+    """What is added to the positions `start` to `stop` of a prompt with images, [N, 3] int64.
+
+    A token of an image at range's place p has those of p with its time, row and column added; text
+    goes on behind the largest of them.
+    """
+    shifts = np.zeros((stop - start, 3), dtype=np.int64)
+    shift = 0
+    for image in images:
+        grid = image.mrope_grid
+        if grid is None or image.start >= stop:
+            continue
+        for place, count in image.ranges:
+            begin, end = max(place, start), min(place + count, stop)
+            if begin < end:
+                own = np.arange(begin - place, end - place)
+                frames, within = np.divmod(own, grid.rows * grid.columns)
+                rows, columns = np.divmod(within, grid.columns)
+                places = np.stack([np.array(grid.times)[frames], rows, columns], axis=1)
+                shifts[begin - start : end - start] = shift + places - own[:, None]
+            shift += grid.extent - count
+            shifts[max(place + count - start, 0) :] = shift
+    return shifts
 
 
 def _pieces(image: ImageInput, start: int, stop: int, first: int) -> Iterator[_Piece]:

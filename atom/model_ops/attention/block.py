@@ -8,7 +8,7 @@ from atom.model_ops.attention.metadata import AttentionMetadata, CacheTensor
 from atom.model_ops.attention.mha import Attention
 from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import Rotation
 
 
 class BlockAttention(Attention):
@@ -44,7 +44,7 @@ class BlockAttention(Attention):
         v: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d], not rotated yet -> [T, heads * d]; at most 16
         rows a block.
@@ -69,7 +69,7 @@ class BlockMLAAttention(MLAAttention):
         up_proj: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         """As `MLAAttention.forward`; at most 16 rows a block."""
         q = self._rotate_and_write(q, latent, k_rope, positions, metadata, rotary)

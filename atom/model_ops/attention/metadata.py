@@ -159,7 +159,8 @@ class ImageRows:
 
     Attributes:
         places: [M] int64, which of the step's T rows they are.
-        embeddings: [M, hidden].
+        embeddings: [M, hidden], and behind these, [M, hidden] for each of the first layers, what is
+            added to their outputs (deepstack).
     """
 
     places: torch.Tensor
@@ -167,7 +168,18 @@ class ImageRows:
 
     def fill(self, hidden: torch.Tensor) -> torch.Tensor:
         """The embedded tokens [T, hidden], with these rows overwritten."""
-        return hidden.index_copy(0, self.places, self.embeddings)
+        return hidden.index_copy(0, self.places, self.embeddings[:, : hidden.shape[1]])
+
+    def num_deep(self, size: int) -> int:
+        """How many layers' outputs get something added, where hidden states have this size."""
+        return self.embeddings.shape[1] // size - 1
+
+    def deepen(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What a layer returns, [T, hidden], with what is added to it, if anything is."""
+        size = hidden.shape[1]
+        if layer >= self.num_deep(size):
+            return hidden
+        return hidden.index_add(0, self.places, self.embeddings.narrow(1, (layer + 1) * size, size))
 
 
 @dataclass(frozen=True)
@@ -182,6 +194,9 @@ class ModelInput:
         images: rows whose embedding is not that of their token, but an image's; None without any.
         next_images: rows whose next token is one of an image, for proposers that read these; None
             without any.
+        mrope_shifts: [T, 3] int64, what must be added to a token's position for its time, row and
+            column, by which it rotates: the same number thrice in text. None where all tokens
+            rotate by their positions.
     """
 
     input_ids: torch.Tensor
@@ -190,6 +205,7 @@ class ModelInput:
     output_rows: torch.Tensor | None = None
     images: ImageRows | None = None
     next_images: ImageRows | None = None
+    mrope_shifts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

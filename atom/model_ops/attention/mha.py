@@ -18,7 +18,7 @@ from atom.model_ops.attention.metadata import (
 from atom.model_ops.attention.mixed_batch import attend_by_length
 from atom.model_ops.attention.sinks import HeadSinks
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import Rotation
 
 
 class Attention(CachedAttention):
@@ -115,7 +115,7 @@ class Attention(CachedAttention):
         v: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d], not rotated yet -> [T, heads * d]."""
         if self._is_windowed:
@@ -157,7 +157,7 @@ class Attention(CachedAttention):
         v: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> None:
         """Write the KV cache like `forward`, without attending."""
         # The rotation takes queries, too; one head of anything will do.
@@ -170,7 +170,7 @@ class Attention(CachedAttention):
         v: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         """Write the KV cache -> the rotated queries."""
         rotated: torch.Tensor = self._rope_and_cache(

@@ -20,7 +20,7 @@ from atom.model_ops.attention.mixed_batch import attend_by_length
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import share_of
 from atom.model_ops.quant.storage import Cut, Part
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import Rotation
 from atom.model_ops.stacked import DequantisedMatrix
 
 
@@ -113,7 +113,7 @@ class MLAAttention(CachedAttention):
         up_proj: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         """q [T, heads, nope + rope], latent [T, rank], k_rope [T, rope], not rotated yet ->
         [T, heads * v].
@@ -140,7 +140,7 @@ class MLAAttention(CachedAttention):
         up_proj: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         """`forward` where every sequence gets the decode op -> [T, heads, v]."""
         out: torch.Tensor = self._write_and_decode(
@@ -165,7 +165,7 @@ class MLAAttention(CachedAttention):
         k_rope: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> None:
         """Write the KV cache like `forward`, without attending."""
         # The rotation takes queries, too; one head of anything will do.
@@ -178,7 +178,7 @@ class MLAAttention(CachedAttention):
         k_rope: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         """Write the KV cache -> the rotated queries."""
         rotated: torch.Tensor = self._rope_and_cache(

@@ -22,7 +22,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import LayerNorm
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.quant.rounding import Rows, unrounded
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import Rotation
 
 
 class SparseMLAAttention(MLAAttention):
@@ -53,7 +53,7 @@ class SparseMLAAttention(MLAAttention):
         up_proj: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         """As `forward`, to the tokens that an `Indexer` has chosen."""
         if chosen is None:
@@ -165,7 +165,7 @@ class Indexer(CachedAttention):
         low: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> AttentionMetadata | None:
         """Write the keys of x [T, hidden], and choose what each token attends to.
 
@@ -200,7 +200,7 @@ class Indexer(CachedAttention):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> None:
         """Write the keys of x [T, hidden] alone."""
         self._rotate_and_write(None, x, positions, metadata, rotary)
@@ -211,7 +211,7 @@ class Indexer(CachedAttention):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         """Write the keys -> the rotated queries [T, heads, head_dim], if there are any."""
         key = self.k_norm(self.wk(unrounded(x)))[:, None]

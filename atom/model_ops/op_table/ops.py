@@ -470,6 +470,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("native.gather:window_places"),
         invariant("torch.gather:window_places"),
     ),
+    "mrope_table": (
+        invariant("native.gather:mrope_table"),
+        invariant("torch.gather:mrope_table"),
+    ),
     "take_inputs": (
         invariant("triton.gather:take_inputs"),
         invariant("torch.gather:take_inputs"),

@@ -17,7 +17,7 @@ from atom.model_ops.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import Rotation
 from atom.models.block_draft.config import BlockConv, BlockDraftConfig
 from atom.models.deepseek_v2 import DeepseekV2Attention
 from atom.models.llama import LlamaMLP
@@ -56,7 +56,7 @@ class BlockDraftAttention(nn.Module):
         x: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         q = self.q_norm(self.q_proj(x).view(x.shape[0], -1, self.attn.head_dim))
         k, v = self._keys_and_values(x)
@@ -68,7 +68,7 @@ class BlockDraftAttention(nn.Module):
         states: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> None:
         """Write the keys and values of rows that the target computed, states [T, hidden]."""
         k, v = self._keys_and_values(states)
@@ -95,7 +95,7 @@ class LatentBlockAttention(DeepseekV2Attention):
         states: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> None:
         """Write the latents of rows that the target computed, states [T, hidden]."""
         self.write_kv(states, positions, metadata, rotary)
@@ -173,7 +173,7 @@ class BlockDraftLayer(nn.Module):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """From what the layer below returned, or the embedding and None: this rank's part of a sum,
         and the residual, whose sum is the layer's output.

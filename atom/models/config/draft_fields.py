@@ -80,6 +80,9 @@ _ROPE_KEYS = """
 rope_type rope_theta factor original_max_position_embeddings low_freq_factor
 high_freq_factor beta_fast beta_slow mscale mscale_all_dim attention_factor truncate
 """
+# How drafts of models that see rotate by time, row and column: here they do by positions, which in
+# text is the same.
+_MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 _NEEDED_ROPE_KEYS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -311,6 +314,9 @@ class DraftFields(msgspec.Struct, frozen=True, kw_only=True):
         parameters = {**self.rope_scaling, **self.rope_parameters}
         kind = parameters.pop("type", None)
         rope_type = parameters.get("rope_type") or kind or "default"
+        sections, _ = (parameters.pop(name, None) for name in _MROPE_KEYS)
+        if sections and rope_type == "mrope":
+            rope_type = "default"
         unknown = {
             k: v for k, v in parameters.items() if k not in _ROPE_KEYS.split() and v is not None
         }

@@ -13,7 +13,7 @@ from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import Rotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.deepseek_v2 import DeepseekV2Attention
 from atom.models.eagle3.config import Eagle3Config
@@ -29,7 +29,7 @@ class Eagle3Layer(nn.Module):
         self,
         config: Eagle3Config,
         attention: LlamaAttention | DeepseekV2Attention,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
         context: LayerContext,
     ) -> None:
         super().__init__()

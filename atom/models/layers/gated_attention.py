@@ -9,7 +9,7 @@ import torch
 from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import Rotation
 from atom.models.qwen3 import Qwen3Attention
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class GatedAttention(Qwen3Attention):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> torch.Tensor:
         gated, k, v = self.qkv_proj.split(self.qkv_proj(x))
         q, gate = self.prepare_queries(gated[:, ::2]), gated[:, 1::2].flatten(1).contiguous()

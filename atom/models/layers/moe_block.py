@@ -24,6 +24,7 @@ class SoftmaxMoE(Sublayer):
 
     scoring: ClassVar[str] = "softmax"
     has_correction_bias: ClassVar[bool] = False
+    turned: ClassVar[bool] = False  # as of `FusedMoE`
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class SoftmaxMoE(Sublayer):
             intermediate_size,
             context,
             f"{prefix}.experts",
+            turned=self.turned,
         )
         self._sum_input = SumInput(config.hidden_size, context)
 

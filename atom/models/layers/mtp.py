@@ -30,7 +30,7 @@ from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.quant.base import UnquantizedConfig
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import Rotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.layers.one_plus_norms import OnePlusNorms, add_one_to_norms
 from atom.models.llama import LlamaForCausalLM
@@ -90,7 +90,7 @@ class WritesKV(Protocol):
         x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
     ) -> None: ...
 
 
@@ -160,7 +160,7 @@ class MTPLayer(nn.Module):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
         images: ImageRows | None = None,
     ) -> torch.Tensor:
         """input_ids [T], hidden [T, hidden] -> [T, hidden], after the norm before the head."""
@@ -176,7 +176,7 @@ class MTPLayer(nn.Module):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        rotary: RotaryEmbedding,
+        rotary: Rotation,
         images: ImageRows | None = None,
     ) -> None:
         """Write the KV cache like `predict`, without computing its output."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,14 @@ class ImageEncoder(nn.Module, ABC):
     """From an image to the rows that take the place of its tokens' embeddings.
 
     Every rank has all of it: images are few, and nothing is exchanged for them.
+
+    Attributes:
+        mrope: whether tokens rotate by three numbers, as `ModelInput.mrope_shifts` says.
+        num_deep: layers to whose outputs something is added, as `ImageRows` has it.
     """
+
+    mrope: ClassVar[bool] = False
+    num_deep: int = 0
 
     @abstractmethod
     def forward(self, pixels: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:

@@ -9,10 +9,12 @@ from atom.model_loader.source import ModelSource
 from atom.multimodal.processors.base import ImageProcessor, processor_settings
 from atom.multimodal.processors.idefics3 import Idefics3ImageProcessor
 from atom.multimodal.processors.kimi_k25 import KimiImageProcessor
+from atom.multimodal.processors.qwen_vl import QwenImageProcessor
 
 # By the types of models.
 _KIMI = ("kimi_k25",)
 _IDEFICS = ("idefics3", "smolvlm")
+_QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def create_image_processor(
@@ -31,7 +33,7 @@ def create_image_processor(
         from atom.multimodal.processors.by_transformers import TransformersImageProcessor
 
         return TransformersImageProcessor.of(source.path)
-    if config.model_type not in (*_KIMI, *_IDEFICS):
+    if config.model_type not in (*_KIMI, *_IDEFICS, *_QWEN):
         if options.limit_mm_per_prompt and options.limit_mm_per_prompt.get("image"):
             raise ConfigError(f"limit_mm_per_prompt: {source.name} reads no images; leave it out")
         return None
@@ -40,5 +42,7 @@ def create_image_processor(
     settings = processor_settings(source.path)
     if config.model_type in _IDEFICS:
         return Idefics3ImageProcessor.of(settings, config, tokenizer)
+    if config.model_type in _QWEN:
+        return QwenImageProcessor.of(settings, config)
     placeholder = getattr(config, "media_placeholder_token_id", config.image_token_id)
     return KimiImageProcessor.of(settings, int(placeholder))

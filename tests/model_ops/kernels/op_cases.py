@@ -145,6 +145,7 @@ def _sampling() -> list[OpCase]:
     masked = scores, words, torch.tensor([3, 1])
     sizes = {"vocab_size": 300}
     slots = torch.tensor([0, 23, -1, 7])
+    angles = random(30, 6, dtype=torch.float32), integers(20, 5)
     options = random(5, 6, dtype=torch.float32), integers(99, 6), torch.tensor([4, 0, 2])
     return [
         OpCase("argmax", (scores,), sizes, torch.float32),
@@ -158,6 +159,7 @@ def _sampling() -> list[OpCase]:
         OpCase("sampling_options", options, {}, torch.float32),
         OpCase("window_places", (integers(9, 6).int(), integers(6, 2, 3).int(), slots, 4)),
         OpCase("sampling_options", (*options, 3), {}, torch.float32),
+        OpCase("mrope_table", (*angles, integers(4, 5, 3), integers(3, 6)), {}, torch.float32),
     ]
 
 

@@ -8,6 +8,7 @@ from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_thread
 
 _gather = Kernels("gather_rows", "3P5q")
 _window_places = Kernels("window_places", "5P4q")
+_mrope_table = Kernels("mrope_table", "6P3q")
 _options = Kernels("sampling_options", "5P3q")
 
 
@@ -72,6 +73,41 @@ def window_places(
     if wrong := _window_places(None, *inputs, tables.data_ptr(), own.data_ptr(), *sizes):
         raise IndexError(f"number {wrong} of the tables and slots is in no block of the map")
     return tables, own
+
+
+def mrope_table(
+    cos_sin: torch.Tensor, positions: torch.Tensor, shifts: torch.Tensor, axes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of cos_sin [N, d] float32 the rows of tokens' places on three axes, those of positions [T]
+    int64 and shifts [T, 3] int64 -> [T, d], and 0, 1, ..., [T]; axes [d] int64 says which of the
+    three a column is of.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: for a place outside the table.
+    """
+    table_rows, width = cos_sin.shape
+    (count,) = positions.shape
+    whole = torch.int64
+    if (
+        cos_sin.dtype is not torch.float32
+        or not positions.dtype is shifts.dtype is axes.dtype is whole
+        or shifts.shape != (count, 3)
+        or axes.shape != (width,)
+        or not all(t.is_contiguous() for t in (cos_sin, positions, shifts, axes))
+    ):
+        given = {"cos_sin": cos_sin, "positions": positions, "shifts": shifts, "axes": axes}
+        raise mismatch("mrope_table", **given)
+    table, rows = cos_sin.new_empty(count, width), positions.new_empty(count)
+    inputs = cos_sin.data_ptr(), positions.data_ptr(), shifts.data_ptr(), axes.data_ptr()
+    outputs = table.data_ptr(), rows.data_ptr()
+    if wrong := _mrope_table(None, *inputs, *outputs, count, width, table_rows):
+        token = wrong - 1
+        raise IndexError(
+            f"places {(positions[token] + shifts[token]).tolist()} of token {token} lie outside "
+            f"the rotary table, which has {table_rows}"
+        )
+    return table, rows
 
 
 def sampling_options(

@@ -65,6 +65,25 @@ def window_places(
     return tables, torch.where(slots < 0, slots, own)
 
 
+def mrope_table(
+    cos_sin: torch.Tensor, positions: torch.Tensor, shifts: torch.Tensor, axes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table of angles for each token, and the tokens' rows in it.
+
+    Args:
+        cos_sin: [N, d] float32, the angles of places.
+        positions: [T] int64.
+        shifts: [T, 3] int64, what is added to a token's position for its place on three axes.
+        axes: [d] int64, on which of them the place is whose number a column has.
+
+    Returns:
+        [T, d] float32, and 0, 1, ..., [T] int64.
+    """
+    places = (positions[:, None] + shifts)[:, axes]
+    rows = torch.arange(len(positions), device=positions.device)
+    return cos_sin.gather(0, places), rows
+
+
 def take_inputs(
     tables: torch.Tensor,
     rows: torch.Tensor,

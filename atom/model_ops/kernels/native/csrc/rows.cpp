@@ -89,6 +89,31 @@ int64_t window_places(const WindowArgs& a) {
   return 0;
 }
 
+struct MRopeArgs {
+  const float* cos_sin;      // [table_rows, width]
+  const int64_t* positions;  // [count]
+  const int64_t* shifts;     // [count, 3]
+  const int64_t* axes;       // [width], 0, 1 or 2
+  float* table;              // [count, width]
+  int64_t* rows;             // [count]
+  int64_t count, width, table_rows;
+};
+
+// 0, or 1 + the token whose place lies outside the table.
+int64_t mrope_table(const MRopeArgs& a) {
+  for (int64_t t = 0; t < a.count; ++t) {
+    const float* places[3];
+    for (int64_t axis = 0; axis < 3; ++axis) {
+      const int64_t place = a.positions[t] + a.shifts[3 * t + axis];
+      if (place < 0 || place >= a.table_rows) return t + 1;
+      places[axis] = a.cos_sin + place * a.width;
+    }
+    for (int64_t i = 0; i < a.width; ++i) a.table[t * a.width + i] = places[a.axes[i]][i];
+    a.rows[t] = t;
+  }
+  return 0;
+}
+
 struct AdvanceArgs {
   const int64_t* positions;     // [count]
   const int32_t* block_tables;  // [count, width], rows `stride` entries apart
@@ -184,6 +209,9 @@ int64_t sampling_options(const OptionsArgs& a) {
 }  // namespace
 }  // namespace atom
 
+ATOM_EXPORT int64_t atom_mrope_table(const atom::MRopeArgs* args) {
+  return atom::mrope_table(*args);
+}
 ATOM_EXPORT int64_t atom_window_places(const atom::WindowArgs* args) {
   return atom::window_places(*args);
 }
