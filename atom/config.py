@@ -129,7 +129,7 @@ def parse_object(value: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_mm_limits(value: str | Mapping[str, Any]) -> dict[str, int]:
-    """`"image=4"`, or a JSON object such as `{"image": 4}` or `{"image": {"count": 4}}`.
+    """`"image=4,video=1"`, or a JSON object such as `{"image": 4}` or `{"image": {"count": 4}}`.
 
     Raises:
         ConfigError: for anything else, and for kinds of input that nothing reads.
@@ -148,8 +148,10 @@ def parse_mm_limits(value: str | Mapping[str, Any]) -> dict[str, int]:
             raise ConfigError(
                 f"limit_mm_per_prompt: expected a number such as image=4, got {kind}={limit!r}"
             )
-        if kind != "image" and count:
-            raise ConfigError(f"limit_mm_per_prompt: {kind}={count}, and only images are read")
+        if kind not in ("image", "video") and count:
+            raise ConfigError(
+                f"limit_mm_per_prompt: {kind}={count}, and only images and videos are read"
+            )
         limits[kind] = count
     return limits
 
@@ -218,8 +220,8 @@ class ModelOptions(Options):
     )
     limit_mm_per_prompt: dict[str, int] | None = option(  # noqa: RUF009
         None,
-        "most images of a prompt, such as image=4 or '{\"image\": 4}'; with 0 the model is loaded "
-        "without what reads them",
+        "most images and videos of a prompt, such as image=4,video=1 or '{\"image\": 4}'; with "
+        "image=0 the model is loaded without what reads them, if videos are not named",
         parse=parse_mm_limits,
     )
     is_matryoshka: bool = option(
@@ -251,6 +253,17 @@ class ModelOptions(Options):
     def max_images(self) -> int:
         """Most images of a prompt."""
         return (self.limit_mm_per_prompt or {}).get("image", DEFAULT_MAX_IMAGES)
+
+    @property
+    def max_videos(self) -> int:
+        """Most videos of a prompt, where the model reads any."""
+        unnamed = DEFAULT_MAX_IMAGES if self.max_images else 0
+        return (self.limit_mm_per_prompt or {}).get("video", unnamed)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether what reads images and videos is loaded."""
+        return self.max_images > 0 or self.max_videos > 0
 
     @property
     def quantises(self) -> bool:

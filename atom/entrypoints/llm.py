@@ -29,7 +29,7 @@ from atom.model_engine.arg_utils import choose_draft, engine_config
 from atom.model_engine.llm_engine import LLMEngine
 from atom.model_engine.processes.launched import run_as_follower_if_launched
 from atom.model_engine.replicas.mailbox import merge
-from atom.multimodal.media import MediaLoader
+from atom.multimodal.media import MediaLoader, VideoSource
 from atom.multimodal.policy import MediaPolicy
 from atom.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from atom.pooling.source import PoolingSource, pooling_source
@@ -196,7 +196,8 @@ class LLM:
         Args:
             prompts: one or many; each text, token ids, or a dict as vLLM takes it, in which
                 `multi_modal_data` holds under `image` one or a list of what `MediaLoader.load`
-                takes, in the order of the prompt's placeholders.
+                takes, in the order of the prompt's placeholders, and under `video` one or a list of
+                videos: frames, or a dict of `frames` and `fps`, as `VideoSource` has them.
             sampling_params: for all prompts, or one for each; `get_default_sampling_params()`
                 when None.
             use_tqdm: whether to show progress, or what makes the bar instead of tqdm.
@@ -306,7 +307,11 @@ class LLM:
         )
         if not images:
             return token_ids
-        data = {"image": [images[i] for i in order]}
+        given = [images[i] for i in order]
+        data = {
+            "image": [image for image in given if not isinstance(image, VideoSource)],
+            "video": [video for video in given if isinstance(video, VideoSource)],
+        }
         return {"prompt_token_ids": token_ids, "multi_modal_data": data}
 
     def _render_chat(
@@ -489,7 +494,12 @@ class LLM:
                 params,
                 stream=stream,
                 priority=priority,
-                images=[self._media.load(image) for image in images_of(prompt)],
+                images=[
+                    self._media.load_video(given)
+                    if isinstance(given, VideoSource)
+                    else self._media.load(given)
+                    for given in images_of(prompt)
+                ],
             )
 
     def _step(self) -> list[str]:

@@ -21,8 +21,8 @@ from atom.model_engine.engine_core import EngineCore
 from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizers.tokenizer import load_text_tokenizer, load_tokenizer
-from atom.multimodal.items import check_count, expand
-from atom.multimodal.processors.table import create_image_processor
+from atom.multimodal.items import ImageItem, Video, check_count, expand
+from atom.multimodal.processors.table import create_image_processor, create_video_processor
 from atom.outputs import RequestOutput
 from atom.platform import release_cached_memory
 from atom.quoting import quote
@@ -33,6 +33,8 @@ from atom.text.prepared_params import PreparedParams
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
+
+    from atom.multimodal.processors.base import ImageProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ class LLMEngine:
     Attributes:
         tokenizer: encodes, decodes and renders chats.
         sampling_defaults: the model's, for requests that do not give their own.
-        image_processor: the model's; None if it reads no images.
+        image_processor, video_processor: the model's; None if it reads no images, or no videos.
     """
 
     sampling_defaults: dict[str, Any]
@@ -80,6 +82,7 @@ class LLMEngine:
         self._source = source
         self.tokenizer = load_text_tokenizer(source, config.model)
         self.image_processor = create_image_processor(source, config.model, self.tokenizer)
+        self.video_processor = create_video_processor(source, config.model, self.tokenizer)
         self._core: EngineCore | None = EngineCore(config, source=source)
         self._processor = OutputProcessor(self.tokenizer, config.seed)
 
@@ -136,12 +139,12 @@ class LLMEngine:
         *,
         stream: bool = False,
         priority: int = 0,
-        images: Sequence[Image] = (),
+        images: Sequence[Image | Video] = (),
     ) -> None:
         """Queue a prompt; text is tokenised, and a grammar compiled, before this returns.
 
         Args:
-            images: RGB, one for each placeholder in the prompt.
+            images: RGB, and videos, one for each placeholder in the prompt.
 
         Raises:
             RequestRefusedError: when it could never run as given.
@@ -178,7 +181,7 @@ class LLMEngine:
             core.add_request(request)
 
     def _read_images(
-        self, token_ids: list[int], images: Sequence[Image]
+        self, token_ids: list[int], images: Sequence[Image | Video]
     ) -> tuple[list[int], tuple[ImageInput, ...]]:
         """A prompt with the tokens of its images, and what the engine reads of them."""
         processor = self.image_processor
@@ -187,9 +190,21 @@ class LLMEngine:
                 f"{self.model_name} reads no images, or was loaded to read none",
                 "multi_modal_data",
             )
-        check_count(images, self._config.model.max_images)
-        items = [processor.process(image) for image in images]
-        return expand(token_ids, items, processor.placeholder_id)
+        options = self._config.model
+        check_count(images, options.max_images, options.max_videos)
+        items = [self._read(given, processor) for given in images]
+        video = None if self.video_processor is None else self.video_processor.placeholder_id
+        return expand(token_ids, items, processor.placeholder_id, video)
+
+    def _read(self, given: Image | Video, processor: ImageProcessor) -> ImageItem:
+        if not isinstance(given, Video):
+            return processor.process(given)
+        if self.video_processor is None:
+            raise RequestRefusedError(
+                f"{self.model_name} reads no videos, or was loaded to read none",
+                "multi_modal_data",
+            )
+        return self.video_processor.process(given)
 
     @property
     def has_unfinished(self) -> bool:

@@ -114,7 +114,7 @@ def _create_context(
         context,
         device=device,
         experts=expert_ranks(config, groups, ranks),
-        images=config.model.max_images > 0,
+        images=config.model.reads_images,
     )
 
 

@@ -1,23 +1,36 @@
-"""Processed images, and their places in a prompt."""
+"""Processed images and videos, and their places in a prompt."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from atom.messages import ImageInput, MRopeGrid, RequestRefusedError
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class Video:
+    """Frames in their order, RGB and of one size, so many of them in a second."""
+
+    frames: tuple[Image, ...]
+    fps: float
+
 
 @dataclass(frozen=True)
 class ImageItem:
-    """An image as its encoder takes it, wherever it is in a prompt.
+    """An image or a video as its encoder takes it, wherever it is in a prompt.
 
     Attributes:
+        is_video: whether its placeholder is that of videos.
+        around: tokens beside that which it takes the place of, too, where both are there.
         pixels, grid, mean, std, digest, mrope_grid: as in `ImageInput`.
         token_ids: what takes the place of the placeholder.
         ranges: which of these the encoder's rows stand for: first and number, in order.
@@ -31,6 +44,8 @@ class ImageItem:
     ranges: tuple[tuple[int, int], ...]
     digest: bytes
     mrope_grid: MRopeGrid | None = None
+    is_video: bool = False
+    around: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -42,6 +57,8 @@ class ImageItem:
         token_ids: Sequence[int],
         ranges: Sequence[tuple[int, int]],
         mrope_grid: MRopeGrid | None = None,
+        is_video: bool = False,
+        around: tuple[int, int] | None = None,
     ) -> ImageItem:
         """With the digest of all that the encoder and the rotation of its tokens read."""
         kept = np.ascontiguousarray(pixels)
@@ -49,7 +66,7 @@ class ImageItem:
         digest = hashlib.sha256(stated)
         digest.update(kept.data)
         where = tuple(token_ids), tuple(ranges), digest.digest()
-        return cls(kept, grid, mean, std, *where, mrope_grid)
+        return cls(kept, grid, mean, std, *where, mrope_grid, is_video, around)
 
     @property
     def num_tokens(self) -> int:
@@ -71,36 +88,58 @@ class ImageItem:
 
 
 def expand(
-    token_ids: Sequence[int], items: Sequence[ImageItem], placeholder_id: int
+    token_ids: Sequence[int],
+    items: Sequence[ImageItem],
+    placeholder_id: int,
+    video_placeholder_id: int | None = None,
 ) -> tuple[list[int], tuple[ImageInput, ...]]:
-    """Put the images' tokens in the places of their placeholders.
+    """Put the items' tokens in the places of their placeholders.
+
+    Args:
+        items: images in their order, and videos in theirs.
+        video_placeholder_id: None where no videos are read.
 
     Raises:
-        RequestRefusedError: when there are more or fewer of these than images.
+        RequestRefusedError: when there are more or fewer placeholders than items of a kind.
     """
-    count = sum(token == placeholder_id for token in token_ids)
-    if count != len(items):
-        raise RequestRefusedError(
-            f"the prompt has {count} placeholders of images, and {len(items)} images came with it; "
-            f"write one for each image",
-            "multi_modal_data",
-        )
+    kinds = {placeholder_id: "images"}
+    if video_placeholder_id is not None:
+        kinds[video_placeholder_id] = "videos"
+    waiting = {}
+    for own, kind in kinds.items():
+        waiting[own] = [item for item in items if item.is_video == (kind == "videos")]
+        count, given = token_ids.count(own), len(waiting[own])
+        if count != given:
+            raise RequestRefusedError(
+                f"the prompt has {count} placeholders of {kind}, and {given} {kind} came with it; "
+                f"write one for each",
+                "multi_modal_data",
+            )
     expanded: list[int] = []
     inputs: list[ImageInput] = []
-    for token in token_ids:
-        if token != placeholder_id:
-            expanded.append(token)
+    rest = iter(range(len(token_ids)))
+    for place in rest:
+        if token_ids[place] not in kinds:
+            expanded.append(token_ids[place])
             continue
-        item = items[len(inputs)]
+        item = waiting[token_ids[place]].pop(0)
+        if item.around is not None and (
+            (*expanded[-1:], *token_ids[place + 1 : place + 2]) == item.around
+        ):
+            expanded.pop()
+            next(rest)
         inputs.append(item.at(len(expanded)))
         expanded += item.token_ids
     return expanded, tuple(inputs)
 
 
-def check_count(images: Sequence[Any], most: int) -> None:
-    """Raises RequestRefusedError when a prompt has more images than it may."""
-    if len(images) > most:
-        raise RequestRefusedError(
-            f"{len(images)} images in one prompt; at most {most} are read (--limit-mm-per-prompt)",
-            "multi_modal_data",
-        )
+def check_count(given: Sequence[Any], most_images: int, most_videos: int) -> None:
+    """Raises RequestRefusedError when a prompt has more images or videos than it may."""
+    videos = sum(isinstance(item, Video) for item in given)
+    counts = (("images", len(given) - videos, most_images), ("videos", videos, most_videos))
+    for kind, count, most in counts:
+        if count > most:
+            raise RequestRefusedError(
+                f"{count} {kind} in one prompt; at most {most} are read (--limit-mm-per-prompt)",
+                "multi_modal_data",
+            )

@@ -1,16 +1,18 @@
-"""Images from what requests and programs give: URLs, bytes, files, arrays and pictures."""
+"""Images and videos from what requests and programs give: URLs, bytes, files, arrays, pictures."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from atom.multimodal.fetch import Fetcher
+from atom.multimodal.items import Video
 from atom.multimodal.pixels import as_rgb, decode, format_of_mime
 from atom.multimodal.policy import MediaError, MediaPolicy
 from atom.quoting import quote
@@ -30,6 +32,28 @@ class MediaFile:
 
     data: bytes
     expected: str | None = None
+
+
+# Frames of a second, where nobody says how many: as many as models are trained with.
+DEFAULT_FPS = 2.0
+_MOST_FRAMES = 768
+# What all frames of a video may have together, in multiples of an image's pixels.
+_VIDEO_PIXELS = 4
+_VIDEO_HEAD = "data:video/jpeg;base64,"
+
+
+@dataclass(frozen=True)
+class VideoSource:
+    """A video as it is given, to be loaded.
+
+    Attributes:
+        frames: a sequence of what `MediaLoader.load` takes, an array of uint8 [frames, height,
+            width, 3], or a URL `data:video/jpeg;base64,FRAME,FRAME,...`.
+        fps: frames of a second.
+    """
+
+    frames: Any
+    fps: float = DEFAULT_FPS
 
 
 class MediaLoader:
@@ -73,6 +97,37 @@ class MediaLoader:
         if isinstance(reference, pillow.Image):
             return as_rgb(reference, self._policy.max_pixels)
         return as_rgb(_from_array(reference), self._policy.max_pixels)
+
+    def load_video(self, source: VideoSource) -> Video:
+        """The frames of a video, each as `load` gives it.
+
+        Raises:
+            MediaError: for what is not allowed, too large, damaged or no video.
+        """
+        if isinstance(source.fps, bool) or not isinstance(source.fps, (int, float)):
+            raise MediaError(f"fps should be a number, got {quote(source.fps)}")
+        if not 0.01 <= source.fps <= 1000:
+            raise MediaError(f"fps should be in [0.01, 1000], got {source.fps}")
+        frames: list[Image] = []
+        for reference in _frames_of(source.frames):
+            frame = self.load(reference)
+            if frame.size != (frames[0] if frames else frame).size:
+                raise MediaError(
+                    f"frame {len(frames) + 1} of a video has {frame.width} by {frame.height} "
+                    f"pixels, and the first {frames[0].width} by {frames[0].height}"
+                )
+            frames.append(frame)
+            pixels = len(frames) * frame.width * frame.height
+            if len(frames) > _MOST_FRAMES or pixels > _VIDEO_PIXELS * self._policy.max_pixels:
+                raise MediaError(
+                    f"a video of {len(frames)} or more frames of {frame.width} by {frame.height} "
+                    f"pixels; at most {_MOST_FRAMES} frames are read, and "
+                    f"{_VIDEO_PIXELS * self._policy.max_pixels} pixels in all; take fewer or "
+                    f"smaller ones"
+                )
+        if not frames:
+            raise MediaError("a video without frames")
+        return Video(tuple(frames), float(source.fps))
 
     def read(self, url: str) -> MediaFile:
         """The file that a data:, http(s): or file: URL stands for, not decoded yet.
@@ -172,3 +227,28 @@ def _from_array(array: Any) -> Image:
             f"4], got {array.dtype} {list(array.shape)}"
         )
     return pillow.fromarray(array)
+
+
+def check_video_url(url: str) -> None:
+    """Raises MediaError for a URL that holds no frames: no decoder of videos is here."""
+    if url[: len(_VIDEO_HEAD)].lower() != _VIDEO_HEAD:
+        raise MediaError(
+            f"videos are read as frames, {_VIDEO_HEAD}FRAME,FRAME,... with a JPEG image each; "
+            f"decode others before they are sent; got {quote(url[:_MOST_HEAD])}"
+        )
+
+
+def _frames_of(given: Any) -> Iterable[Any]:
+    if isinstance(given, str):
+        check_video_url(given)
+        parts = given[len(_VIDEO_HEAD) :].split(",")
+        return (f"data:image/jpeg;base64,{part}" for part in parts)
+    if getattr(given, "ndim", None) == 4 or (
+        isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+    ):
+        frames: Iterable[Any] = iter(given)
+        return frames
+    raise MediaError(
+        f"expected a video as a list of frames, an array [frames, height, width, 3] or a URL "
+        f"{_VIDEO_HEAD}FRAME,FRAME,..., got {type(given).__name__}"
+    )

@@ -224,5 +224,7 @@ def test_refused_prompts(kimi: VisionCheckpoint, engine: LLM) -> None:
         generate(engine, [([3, pad], [image, image])])
     with pytest.raises(RequestRefusedError, match="999"):
         generate(engine, [([3, *[pad] * 1000], [image] * 1000)])
-    with pytest.raises(TypeError, match="video"):
-        engine.generate({"prompt_token_ids": [3], "multi_modal_data": {"video": image}})
+    with pytest.raises(TypeError, match="audio"):
+        engine.generate({"prompt_token_ids": [3], "multi_modal_data": {"audio": image}})
+    with pytest.raises(RequestRefusedError, match="reads no videos"):
+        engine.generate({"prompt_token_ids": [3, pad], "multi_modal_data": {"video": [image]}})

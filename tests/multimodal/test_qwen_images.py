@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,13 @@ import pytest
 import torch
 from multimodal import vision_checkpoints
 from multimodal.test_kimi_images import NEW_TOKENS, Prompt, create, expanded, generate
-from multimodal.vision_checkpoints import QWEN_SETTINGS, QwenCheckpoint, picture, qwen_patches
+from multimodal.vision_checkpoints import (
+    QWEN_SETTINGS,
+    QwenCheckpoint,
+    film,
+    picture,
+    qwen_patches,
+)
 from ranks import engines_of_threads
 from spec_decode import engines
 from transformers import PreTrainedTokenizerFast
@@ -21,13 +29,17 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 )
 
 from atom import LLM, SamplingParams
+from atom.entrypoints.chat.template import ChatTemplates
+from atom.entrypoints.offline.prompts import images_of, marked_images
 from atom.kv_cache.base import KVCachePlan
-from atom.messages import RequestRefusedError
+from atom.messages import ImageInput, RequestRefusedError
 from atom.model_engine.start_up import kv_memory
 from atom.model_engine.step.step_images import shifts_at
 from atom.model_ops.rotary import axes_of_pairs
-from atom.multimodal.policy import MediaError
-from atom.multimodal.processors.qwen_vl import QwenImageProcessor, fitting
+from atom.multimodal.items import Video, expand
+from atom.multimodal.media import MediaLoader, VideoSource
+from atom.multimodal.policy import MediaError, MediaPolicy
+from atom.multimodal.processors.qwen_vl import QwenImageProcessor, fitting, fitting_frames
 
 KINDS = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
 
@@ -253,3 +265,145 @@ def test_which_pairs_turn_by_what() -> None:
     for sections in ([2, 2], [2, 2, 1], [1, 2, 1]):
         with pytest.raises(ValueError, match="mrope_section"):
             axes_of_pairs(sections, 4, mixed=True)
+
+
+def test_sizes_of_frames_equal_those_of_transformers() -> None:
+    """Which has them in a module that needs torchvision."""
+    for given, expected in {
+        (2, 40, 24, 2, 8, 256, 1024): (24, 16),
+        (3, 40, 24, 2, 8, 256, 1024): (16, 8),
+        (5, 7, 100, 2, 8, 256, 1024): (8, 48),
+        (4, 1, 1, 2, 8, 256, 1024): (8, 8),
+        (30, 640, 360, 2, 32, 131072, 786432): (192, 96),
+        (7, 3, 20, 2, 8, 4096, 65536): (16, 64),
+        (768, 1920, 1080, 2, 32, 4096, 25165824): (224, 128),
+        (5, 640, 480, 2, 32, 131072, 786432): (448, 320),
+        (2, 31, 17, 2, 8, 1000, 2000): (32, 16),
+    }.items():
+        assert fitting_frames(*given) == expected
+    with pytest.raises(MediaError, match="more than 200 times"):
+        fitting_frames(4, 3000, 9, 2, 8, 256, 1024)
+
+
+Asked = dict[str, Any]
+
+
+def films(qwen: QwenCheckpoint) -> list[Asked]:
+    """A video, and one behind an image, in the tokens of a chat."""
+    config = qwen.reference.config
+    video = [config.vision_start_token_id, config.video_token_id, config.vision_end_token_id]
+    array = np.stack([np.asarray(frame) for frame in film(40, 16, 4, 1)])
+    return [
+        {"prompt_token_ids": [5, *video, 6, 7], "multi_modal_data": {"video": film(30, 20, 5)}},
+        {
+            "prompt_token_ids": [3, qwen.placeholder, 4, *video, 8],
+            "multi_modal_data": {"image": picture(40, 24), "video": [{"frames": array}]},
+        },
+    ]
+
+
+def expanded_film(llm: LLM, asked: Asked) -> tuple[list[int], tuple[ImageInput, ...]]:
+    media, engine = MediaLoader(MediaPolicy()), llm.engine
+    assert engine.image_processor is not None
+    assert engine.video_processor is not None
+    items = []
+    for given in images_of(asked):
+        if isinstance(given, VideoSource):
+            items.append(engine.video_processor.process(media.load_video(given)))
+        else:
+            items.append(engine.image_processor.process(media.load(given)))
+    placeholders = engine.image_processor.placeholder_id, engine.video_processor.placeholder_id
+    return expand(asked["prompt_token_ids"], items, *placeholders)
+
+
+def test_videos(qwen: QwenCheckpoint, engine: LLM) -> None:
+    """Against transformers: rows, places and greedy tokens, whole, cached, cut and with drafts."""
+    asked = films(qwen)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    expected = []
+    for prompt in asked:
+        tokens, images = expanded_film(engine, prompt)
+        places = np.arange(len(tokens))[:, None] + shifts_at(images, 0, len(tokens))
+        assert places.tolist() == qwen.positions(tokens, images).tolist()
+        expected.append(qwen.greedy(tokens, images, NEW_TOKENS))
+    given = [*asked, {"prompt_token_ids": [3, 4, 5, 6, 7, 8]}]
+    suffix = {"method": "suffix", "num_speculative_tokens": 3}
+    with create(qwen, max_num_batched_tokens=7, max_num_seqs=3, **suffix) as cut:
+        for llm in (engine, engine, cut):
+            outputs = llm.generate(given, sampling, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs[:2]] == expected
+    config = qwen.reference.config
+    rows = sum(expanded_film(engine, asked[0])[0].count(t) for t in (config.video_token_id,))
+    assert outputs[0].num_image_tokens == rows > 0
+
+
+def test_times_of_videos(qwen: QwenCheckpoint, engine: LLM) -> None:
+    """In words, or as places: slower videos reach further."""
+    video = engine.engine.video_processor
+    assert video is not None
+    frames = tuple(film(30, 20, 5))
+    if qwen.reference.config.model_type != "qwen2_5_vl":
+        item = video.process(Video(frames, 4.0))
+        text = engine.engine.tokenizer.decode(
+            [t for t in item.token_ids if t < len(engine.engine.tokenizer)]
+        )
+        # The last frame stands for the one that is missing.
+        assert text == "<0.1 seconds><0.6 seconds><1.0 seconds>"
+        with pytest.raises(MediaError, match="1 frames"):
+            video.process(Video(frames[:1], 4.0))
+        return
+    item = video.process(Video(frames, 0.75))
+    assert item.mrope_grid is not None
+    assert item.mrope_grid.times == (0, 2, 5)
+    assert len(video.process(Video(frames[:1], 4.0)).pixels) == len(item.pixels) // 3
+    with pytest.raises(MediaError, match="take more frames a second"):
+        video.process(Video(frames, 0.01))
+
+
+def test_videos_of_chats_and_refused_ones(qwen: QwenCheckpoint, engine: LLM) -> None:
+    """Frames come as pictures, or as JPEG files in a URL."""
+    template = (
+        "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content %}"
+        "{% if part.type == 'video' %}[video]{% elif part.type == 'image' %}[image]"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    frames = film(30, 20, 4)
+    files = []
+    for frame in frames:
+        file = io.BytesIO()
+        frame.save(file, "jpeg")
+        files.append(base64.b64encode(file.getvalue()).decode())
+    url = "data:video/jpeg;base64," + ",".join(files)
+    content = [
+        {"type": "video", "video": frames, "fps": 4},
+        {"type": "text", "text": "and"},
+        {"type": "image", "image": frames[0]},
+        {"type": "video_url", "video_url": {"url": url}},
+    ]
+    messages, given = marked_images([{"role": "user", "content": content}])
+    told = ChatTemplates(engine.engine.tokenizer, template).choose(with_tools=False)
+    assert told is not None
+    text, order = told.render_images(messages, None, {})
+    assert (text, order) == ("[video]and[image][video]", [0, 1, 2])
+    media = MediaLoader(MediaPolicy())
+    first, second = media.load_video(given[0]), media.load_video(given[2])
+    assert (first.fps, second.fps) == (4.0, 2.0)
+    assert [frame.size for frame in second.frames] == [(30, 20)] * 4
+    for source, told_of in (
+        (VideoSource([]), "without frames"),
+        (VideoSource([frames[0], picture(8, 8)]), "frame 2 of a video has 8 by 8"),
+        (VideoSource(url, 0.0), "fps"),
+        (VideoSource("data:video/mp4;base64,AAAA"), "read as frames"),
+        (VideoSource(3), "list of frames"),
+        (VideoSource([picture(1, 1)] * 769), "at most 768"),
+    ):
+        with pytest.raises(MediaError, match=told_of):
+            media.load_video(source)
+    prompt = films(qwen)[0]
+    with create(qwen, limit_mm_per_prompt={"video": 1}) as llm:
+        twice = {**prompt, "multi_modal_data": {"video": [frames, frames]}}
+        with pytest.raises(RequestRefusedError, match="2 videos in one prompt; at most 1"):
+            llm.generate(twice, use_tqdm=False)
+    with pytest.raises(RequestRefusedError, match="1 placeholders of videos, and 2 videos"):
+        engine.generate(twice, use_tqdm=False)

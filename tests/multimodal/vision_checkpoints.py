@@ -191,6 +191,7 @@ class IdeficsCheckpoint(VisionCheckpoint):
 
 # Settings under which images are up to 16 tokens.
 QWEN_SETTINGS = {"min_pixels": 4 * 8 * 8, "max_pixels": 16 * 8 * 8, "patch_size": 4}
+QWEN_VIDEO_SETTINGS = {"size": {"shortest_edge": 512, "longest_edge": 1024}, "patch_size": 4}
 _QWEN_TOWER = {
     "depth": 3,
     "hidden_size": 32,
@@ -207,7 +208,7 @@ _QWEN_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         {"mrope_section": [2, 2, 2]},
-        {"window_size": 16, "fullatt_block_indexes": [1]},
+        {"window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 1},
         {},
     ),
     "qwen3_vl": (
@@ -244,10 +245,13 @@ def qwen_vl(folder: Path, tokenizer: PreTrainedTokenizerFast, kind: str) -> Qwen
         vision_config={**_QWEN_TOWER, **tower},
         image_token_id=image,
         video_token_id=video,
+        vision_start_token_id=len(tokenizer),
+        vision_end_token_id=len(tokenizer) + 3,
     )
     network = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     checkpoint = write_checkpoint(folder, _with_random_tower(network), [image, video])
     (folder / "preprocessor_config.json").write_text(json.dumps(QWEN_SETTINGS))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(QWEN_VIDEO_SETTINGS))
     tokenizer.save_pretrained(folder)
     return QwenCheckpoint(folder, checkpoint.reference, image)
 
@@ -299,25 +303,41 @@ class QwenCheckpoint(VisionCheckpoint):
     def positions(self, token_ids: list[int], images: Sequence[ImageInput]) -> torch.Tensor:
         """[T, 3], those that transformers rotates by."""
         given = self._given(token_ids, images)
-        given.pop("pixel_values", None)
+        for name in ("pixel_values", "pixel_values_videos"):
+            given.pop(name, None)
         model = self.reference.model
         return model.get_rope_index(torch.tensor([token_ids]), **given)[0][:, 0].T
 
     def _given(self, token_ids: list[int], images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
-        given = super()._given(token_ids, images)
-        config, tokens = self.reference.config, torch.tensor([token_ids])
-        kinds = (tokens == config.image_token_id) + 2 * (tokens == config.video_token_id)
-        return {**given, "mm_token_type_ids": kinds.int()} if images else given
-
-    def _pixels(self, images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
         if not images:
             return {}
-        grids = torch.tensor([image.grid for image in images])
-        pixels = torch.cat([qwen_patches(image) for image in images])
-        return {"pixel_values": pixels, "image_grid_thw": grids}
+        config, tokens = self.reference.config, torch.tensor([token_ids])
+        image_tokens, video_tokens = (
+            tokens == config.image_token_id,
+            tokens == config.video_token_id,
+        )
+        given = {"mm_token_type_ids": (image_tokens + 2 * video_tokens).int()}
+        for suffix, kind, places in (
+            ("", "image", image_tokens),
+            ("_videos", "video", video_tokens),
+        ):
+            own = [image for image in images if places[0, image.start]]
+            if own:
+                patches = [qwen_patches(image) for image in own]
+                given[f"pixel_values{suffix}"] = torch.cat(patches)
+                given[f"{kind}_grid_thw"] = torch.tensor([image.grid for image in own])
+                if kind == "video" and config.model_type == "qwen2_5_vl":
+                    # Of two frames a second.
+                    given["second_per_grid_ts"] = torch.ones(len(own))
+        return given
 
 
 def qwen_patches(image: ImageInput) -> torch.Tensor:
     """What transformers' processor makes of it: [N, channels * frames * patch * patch]."""
     patches = normalised(image).transpose(1, 2)
     return patches.expand(-1, -1, 2, -1, -1).flatten(1)
+
+
+def film(width: int, height: int, count: int, seed: int = 0) -> list[Image.Image]:
+    """Frames that differ."""
+    return [picture(width, height, 100 * seed + i) for i in range(count)]

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atom.entrypoints.chat.image_marks import mark_of, without_marks
+from atom.multimodal.media import VideoSource
 from atom.quoting import quote
 
 # Types of parts, which are the names of their images, too.
 _IMAGES = ("image_url", "image", "image_pil")
+_VIDEOS = ("video_url", "video")
 
 # Text; token ids; or a dict with either "prompt" or "prompt_token_ids", and "multi_modal_data".
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -57,7 +59,7 @@ def content_of(prompt: Prompt) -> str | list[int]:
 
 
 def images_of(prompt: Prompt) -> list[Any]:
-    """The images that go with a prompt, in the order of their places.
+    """The images that go with a prompt, in the order of their places, and behind them its videos.
 
     Raises:
         TypeError: for other data, which nothing reads.
@@ -65,12 +67,43 @@ def images_of(prompt: Prompt) -> list[Any]:
     data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
     if data is None:
         return []
-    if not isinstance(data, Mapping) or not set(data) <= {"image"}:
-        raise TypeError(f"multi_modal_data holds 'image': one or a list of them; got {quote(data)}")
-    given = data.get("image")
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    if not isinstance(data, Mapping) or not set(data) <= {"image", "video"}:
+        raise TypeError(
+            f"multi_modal_data holds 'image' and 'video': one or a list of them; got {quote(data)}"
+        )
+    image, video = data.get("image"), data.get("video")
+    images = list(image) if isinstance(image, (list, tuple)) else [image]
+    # A list of frames is one video, and one of lists, arrays of frames or dicts is several.
+    videos = [video]
+    if isinstance(video, list) and video and all(map(_is_video, video)):
+        videos = video
+    return [
+        *(given for given in images if given is not None),
+        *(_video_of(given) for given in videos if given is not None),
+    ]
+
+
+def _is_video(given: Any) -> bool:
+    if getattr(given, "ndim", 0) == 4 or isinstance(given, (list, tuple, Mapping, VideoSource)):
+        return True
+    return isinstance(given, str) and given[:11].lower() == "data:video/"
+
+
+def _video_of(given: Any) -> VideoSource:
+    """Frames, `{"frames": ..., "fps": ...}`, or vLLM's `(frames, {"fps": ...})`.
+
+    Raises:
+        TypeError: for an object with other keys.
+    """
+    if isinstance(given, VideoSource):
+        return given
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
+        given = {"frames": given[0], **given[1]}
+    if not isinstance(given, Mapping):
+        return VideoSource(given)
+    if "frames" not in given or not set(given) <= {"frames", "fps"}:
+        raise TypeError(f"a video is its frames, or has 'frames' and 'fps'; got {sorted(given)}")
+    return VideoSource(**given)
 
 
 def marked_images(
@@ -80,7 +113,8 @@ def marked_images(
 
     Parts of images are `{"type": "image_url", "image_url": URL or {"url": URL}}`, or
     `{"type": "image", "image": ...}` with whatever else `MediaLoader.load` takes; `image_pil` is
-    another name of the latter.
+    another name of the latter. Those of videos are `video_url` and `video` likewise, as
+    `VideoSource` says, with `fps` beside it.
     """
     images: list[Any] = []
 
@@ -93,6 +127,12 @@ def marked_images(
             is_object = isinstance(image, Mapping) and set(image) == {"url"}
             images.append(image["url"] if is_object else image)
             return mark_of(len(images) - 1)
+        if kind in _VIDEOS and kind in part:
+            video = part[kind]
+            is_object = isinstance(video, Mapping) and set(video) == {"url"}
+            fps = {"fps": part["fps"]} if "fps" in part else {}
+            images.append(VideoSource(video["url"] if is_object else video, **fps))
+            return mark_of(len(images) - 1, "video")
         if kind == "text" and isinstance(part.get("text"), str):
             return {**part, "text": without_marks(part["text"])}
         return part

@@ -8,10 +8,28 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from atom.config import ConfigError
 from atom.models.config.file import is_there, read_json_object
-from atom.multimodal.items import ImageItem
+from atom.multimodal.items import ImageItem, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+class VideoProcessor(Protocol):
+    """Makes encoder inputs of videos.
+
+    Attributes:
+        placeholder_id: the token that stands for one in a prompt.
+    """
+
+    @property
+    def placeholder_id(self) -> int: ...
+
+    def process(self, video: Video) -> ImageItem:
+        """Raises:
+        MediaError: for more or fewer frames than the model takes.
+        """
+        ...
+
 
 _HALF = (0.5, 0.5, 0.5)
 
@@ -35,6 +53,21 @@ class ImageProcessor(Protocol):
         image: RGB, at least one pixel high and wide.
         """
         ...
+
+
+def video_settings(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of its video processor: in a file of its own, or else in that of
+    images.
+
+    Raises:
+        ConfigError: when a file is damaged.
+    """
+    path = folder / "video_preprocessor_config.json"
+    if is_there(path):
+        return read_json_object(path)
+    path = folder / "processor_config.json"
+    inner = read_json_object(path).get("video_processor") if is_there(path) else None
+    return inner if isinstance(inner, dict) else processor_settings(folder)
 
 
 def processor_settings(folder: Path) -> dict[str, Any]:

@@ -6,10 +6,15 @@ from typing import Any
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.source import ModelSource
-from atom.multimodal.processors.base import ImageProcessor, processor_settings
+from atom.multimodal.processors.base import (
+    ImageProcessor,
+    VideoProcessor,
+    processor_settings,
+    video_settings,
+)
 from atom.multimodal.processors.idefics3 import Idefics3ImageProcessor
 from atom.multimodal.processors.kimi_k25 import KimiImageProcessor
-from atom.multimodal.processors.qwen_vl import QwenImageProcessor
+from atom.multimodal.processors.qwen_vl import QwenImageProcessor, QwenVideoProcessor
 
 # By the types of models.
 _KIMI = ("kimi_k25",)
@@ -34,10 +39,12 @@ def create_image_processor(
 
         return TransformersImageProcessor.of(source.path)
     if config.model_type not in (*_KIMI, *_IDEFICS, *_QWEN):
-        if options.limit_mm_per_prompt and options.limit_mm_per_prompt.get("image"):
+        if options.limit_mm_per_prompt and any(options.limit_mm_per_prompt.values()):
             raise ConfigError(f"limit_mm_per_prompt: {source.name} reads no images; leave it out")
         return None
-    if options.max_images == 0:
+    if config.model_type not in _QWEN and (options.limit_mm_per_prompt or {}).get("video"):
+        raise ConfigError(f"limit_mm_per_prompt: {source.name} reads no videos; leave them out")
+    if not options.reads_images:
         return None
     settings = processor_settings(source.path)
     if config.model_type in _IDEFICS:
@@ -46,3 +53,17 @@ def create_image_processor(
         return QwenImageProcessor.of(settings, config)
     placeholder = getattr(config, "media_placeholder_token_id", config.image_token_id)
     return KimiImageProcessor.of(settings, int(placeholder))
+
+
+def create_video_processor(
+    source: ModelSource, options: ModelOptions, tokenizer: Any
+) -> VideoProcessor | None:
+    """The video processor of a model; None where it reads no videos, or is loaded to read none.
+
+    Raises:
+        ConfigError: when the checkpoint's settings are not supported.
+    """
+    config = source.hf_config
+    if config.model_type not in _QWEN or not options.max_videos:
+        return None
+    return QwenVideoProcessor.of(video_settings(source.path), config, tokenizer)
