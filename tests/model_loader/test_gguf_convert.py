@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from gguf_files import tiny_model
 from safetensors.torch import load_file
@@ -212,6 +212,18 @@ def test_large_checkpoints_are_sharded(
     again = AutoModelForCausalLM.from_pretrained(folder)
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor)
+
+
+def test_the_file_of_a_tower_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mmproj.gguf"
+    writer = GGUFWriter(path, "clip")
+    writer.add_tensor("v.patch_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="the tower of a model that sees; give the file of its"):
+        convert(path)
 
 
 @pytest.mark.parametrize(

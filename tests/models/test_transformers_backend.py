@@ -23,6 +23,7 @@ from atom.kv_cache.base import KVCachePlan
 from atom.model_engine.start_up import kv_memory
 from atom.model_loader.source import resolve_model
 from atom.models.registry import choose_implementation
+from atom.models.transformers.attention import PlainAttention
 from atom.models.transformers.check import check_model
 from atom.models.transformers.model import TransformersForCausalLM
 
@@ -144,6 +145,20 @@ def test_hidden_states_between_layers(tmp_path: Path) -> None:
     assert_close(found[1], expected[0])
     normed = checkpoint.reference.model.norm(found[2])
     assert_close(normed, expected[3])
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("arcee", 3),
+        # Norms of queries and keys; neighbours that are rotated; biases, and no plain names.
+        *[("olmo3", 0), ("helium", 0), ("gpt_neox", 0)],
+    ],
+)
+def test_attention_that_only_rotates_is_ours(name: str, count: int, tmp_path: Path) -> None:
+    write_family(name, tmp_path)
+    model = load_model(tmp_path, 32)
+    assert sum(isinstance(module, PlainAttention) for module in model.modules()) == count
 
 
 class Shifting(ArceeForCausalLM):

@@ -68,6 +68,9 @@ _ENCODERS = (
     *("modern-bert", "eurobert", "gemma-embedding", "t5encoder"),
 )
 
+# What llama.cpp writes beside models that see or hear.
+_TOWER = "clip"
+
 # Constants of Llama 3.1 and later; the file has only the factor.
 _LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
@@ -89,6 +92,10 @@ def check_architecture(file: GGUFFile) -> None:
             f"{file.path}: a GGUF file of {architecture} that embeds or scores texts "
             f"(pooling_type={file.metadata.get(pooling, int, 0)}) is not read; such models are "
             f"read from safetensors with a modules.json"
+        )
+    if architecture == _TOWER:
+        raise ConfigError(
+            f"{file.path} holds the tower of a model that sees; give the file of its text model"
         )
     if architecture not in ARCHITECTURES:
         raise ConfigError(

@@ -19,10 +19,13 @@ from atom.model_ops.embedding import (
     TiedLMHead,
     VocabParallelEmbedding,
 )
+from atom.model_ops.kernels.torch.elementwise import Rope
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
+from atom.model_ops.rotary import StepRotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
+from atom.models.transformers.attention import replace_attentions
 from atom.models.transformers.images import TransformersImageEncoder
 from atom.models.transformers.layers import (
     Embedding,
@@ -95,6 +98,7 @@ class TransformersForCausalLM(CausalLM):
         self._head_name = name
         self._head = self._take_head(head, config, context)
         replace_mlps(self.base, plan, self._names, context)
+        replace_attentions(self.base, facts, plan, self._names, context)
         replace_linears(self.base, plan, self._names, context)
         replace_norms(self.base, self._names, context)
         materialise(self.base, self._names, context)
@@ -102,6 +106,8 @@ class TransformersForCausalLM(CausalLM):
         self._names.stack_experts(self.base)
         self._attentions = tuple(_attention(layer, context) for layer in facts)
         self.attentions = nn.ModuleList(self._attentions)
+        size = facts[0].key_size
+        self._rope: Rope = context.ops.resolve("rope", context.dtype, head_dim=size)
         self.aux_layer_ids: tuple[int, ...] = ()
         self._boundaries: dict[int, torch.Tensor] = {}
 
@@ -168,7 +174,7 @@ class TransformersForCausalLM(CausalLM):
             given = {"inputs_embeds": embeds[None]}
         hidden = run(
             self.base,
-            _Paged(self._attentions, model_input.attention),
+            _Paged(self._attentions, model_input.attention, self._rope),
             position_ids=model_input.positions[None],
             **given,
         )
@@ -211,9 +217,14 @@ class TransformersForCausalLM(CausalLM):
 class _Paged:
     """Attention over the paged KV cache in one step."""
 
-    def __init__(self, layers: Sequence[Attention], metadata: AttentionMetadata) -> None:
+    def __init__(
+        self, layers: Sequence[Attention], metadata: AttentionMetadata, rope: Rope
+    ) -> None:
         self._layers = layers
         self._metadata = metadata
+        self._rope = rope
+        # By the cosines that layers share.
+        self._rotations: dict[int, tuple[torch.Tensor, StepRotation]] = {}
 
     def attend(
         self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: LayerCall
@@ -225,6 +236,19 @@ class _Paged:
         out = layer.attend(q.contiguous(), k.contiguous(), values.contiguous(), self._metadata)
         heads: torch.Tensor = out.view(1, -1, layer.num_heads, layer.head_dim)
         return heads[..., : v.shape[3]]
+
+    def rotate_and_attend(
+        self, layer: int, qkv: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        known = self._rotations.get(id(cos))
+        if known is None:
+            rows = torch.arange(cos.shape[1], device=cos.device)
+            half = cos.shape[2] // 2
+            table = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float()
+            known = self._rotations[id(cos)] = rows, StepRotation(table, False, self._rope)
+        attention = self._layers[layer]
+        q, k, v = (x.view(x.shape[0], -1, attention.head_dim) for x in qkv)
+        return attention.forward(q, k, v, known[0], self._metadata, known[1])
 
 
 def _attention(layer: LayerFacts, context: LayerContext) -> Attention:

@@ -30,8 +30,12 @@ if TYPE_CHECKING:
 
 # The base without its text network, in the model of ours.
 _TOWER = "vision.inner"
-# A layer of ours, and those of a checkpoint that it stacks.
-_FUSED, _PARTS = "gate_up_proj", ("gate_proj", "up_proj")
+# Layers of ours, and those of a checkpoint that they stack.
+_FUSED = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+}
+_FUSED_OF = {part: fused for fused, parts in _FUSED.items() for part in parts}
 _NUMBER = re.compile(r"\.(\d+)\.")
 
 
@@ -128,16 +132,16 @@ class Names:
             found, shard = self._place(name)
             module, _, parameter = found.rpartition(".")
             parent, _, part = module.rpartition(".")
-            inner, fused = f"{module}.inner.{parameter}", f"{parent}.{_FUSED}"
+            inner, fused = f"{module}.inner.{parameter}", f"{parent}.{_FUSED_OF.get(part)}"
             if found not in known and inner in known:
                 return inner, shard
-            if part in _PARTS and f"{fused}.{parameter}" in known:
+            if f"{fused}.{parameter}" in known:
                 return f"{fused}.{parameter}", part
-            if part in _PARTS and f"{fused}.{part}.{parameter}" in known:
+            if f"{fused}.{part}.{parameter}" in known:
                 return f"{fused}.{part}.{parameter}", None
             return found, shard
 
-        return WeightMapping(ignored=tuple(ignored), packed={_FUSED: _PARTS}, place=place)
+        return WeightMapping(ignored=tuple(ignored), packed=_FUSED, place=place)
 
     def _unless_known(self, pattern: str) -> str:
         """A pattern of whole names that the model does not have."""
