@@ -46,7 +46,7 @@ def load_model(
     options = ModelOptions(model=str(folder), **model_options)
     source = resolve_model(options)
     context = LayerContext.create(dtype, max_model_len, platform or cpu_platform(), group)
-    context = replace(context, images=options.max_images > 0)
+    context = replace(context, images=options.reads_images)
     return build_model(
         partial(create_model, source.hf_config, wanted=options.model_impl), source, context, options
     )
