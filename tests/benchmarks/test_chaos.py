@@ -52,13 +52,38 @@ def test_a_wrong_answer_is_noticed(tmp_path: Path) -> None:
     outcomes = [
         Outcome(asks[0], "none", 200, {"text": "a"}),
         Outcome(asks[0], "none", 200, {"text": "b"}),
+        Outcome(asks[0], "none", 200, {"text": "c"}),
         Outcome(asks[0], "none", 429, error="queue_full: full"),
         Outcome(asks[0], "none", error="HUNG"),
+        Outcome(asks[0], "none", 503, error="unavailable"),
+        Outcome(asks[0], "none", error="connection: cut"),
+        Outcome(asks[0], "vanishes", left=True),
     ]
     lab.judge(record, outcomes, lambda outcome: outcome.status != 429)
     results = {result: n for (_, result), n in record.results.items()}
-    assert results == {"right": 1, "WRONG answer": 1, "WRONG: no answer": 2}
-    assert len(record.wrong) == 3
+    assert results == {
+        "right": 1,
+        "WRONG answer": 2,
+        "WRONG: no answer": 2,
+        "failed as it may (503)": 1,
+        "failed as it may (cut)": 1,
+        "left": 1,
+    }
+    assert record.kinds == {asks[0].kind: 8}
+    assert record.num_requests == 8
+    first, *_, queue, hung = record.wrong
+    assert len(record.wrong) == 4
+    assert "said  {'text': 'b'}\n  right {'text': 'a'}" in first
+    assert "429 queue_full: full" in queue
+    assert "None HUNG" in hung
+    # While all was stopped from outside nobody answers; what is said has to be right all the same.
+    record = Record("none")
+    lab.stops.spans.append((5.0, 9.0))
+    for number, said in enumerate((None, {"text": "b"})):
+        stopped = Outcome(asks[0], "none", 500, said, "late", started=6.0, seconds=1.0)
+        lab.judge(record, [stopped], None)
+        assert len(record.wrong) == number
+    assert ("none", "failed while everything was stopped from outside") in record.results
 
 
 @pytest.mark.usefixtures("chaos")
@@ -76,13 +101,52 @@ def test_what_a_stream_says() -> None:
     whole = said_by(path, stream(chunk("a"), chunk("b"), end), stream=True)
     assert whole == said_by(path, stream(chunk("ab"), end), stream=True)
     assert whole != said_by(path, stream(chunk("a"), end), stream=True)
+    # What an API leaves out in one chunk and has as null in another is the same.
+    empty = {"choices": [{"index": 0, "delta": {"content": None, "refusal": None}}]}
+    assert whole == said_by(path, stream(chunk("a"), empty, chunk("b"), end), stream=True)
     for cut in (
         stream(chunk("a"), end=""),
-        stream(chunk("a"), {"error": {"message": "no"}}, end=""),
+        stream(chunk("a"), {"error": {"message": "no"}}),
+        stream(chunk("a"), {"type": "error"}),
         stream(chunk("a"))[:-1],
+        b"",
     ):
         with pytest.raises(IncompleteError):
             said_by(path, cut, stream=True)
+
+
+@pytest.mark.usefixtures("chaos")
+def test_what_an_answer_says() -> None:
+    from _chaos.answers import IncompleteError, said_by
+
+    answer = {"id": "a", "created": 1, "choices": [{"text": "x", "usage": {"cached_tokens": 3}}]}
+    body = json.dumps(answer).encode()
+    assert said_by("/v1/completions", body, stream=False) == {
+        "choices": [{"text": "x", "usage": {}}]
+    }
+
+    def stream(*events: dict[str, Any]) -> bytes:
+        return "".join(f"event: x\ndata: {json.dumps(event)}\n\n" for event in events).encode()
+
+    text = [
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "x"}},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output": 1}},
+    ]
+    blocks, ends = said_by("/v1/messages", stream(*text, {"type": "message_stop"}), stream=True)
+    assert blocks == [[0, {"type": "text", "text": "x"}]]
+    assert ends == [text[-1]]
+    delta = {"type": "response.output_text.delta", "output_index": 0, "delta": "x"}
+    last = {"type": "response.completed", "response": {"id": "r", "status": "completed"}}
+    said = said_by("/v1/responses", stream(delta, delta, last), stream=True)
+    assert said == [{"0 response.output_text.delta": "xx"}, {"status": "completed"}]
+    for path, cut in (
+        ("/v1/messages", text),
+        ("/v1/responses", [delta]),
+        ("/v1/responses", [delta, last | {"type": "response.failed"}]),
+    ):
+        with pytest.raises(IncompleteError):
+            said_by(path, stream(*cut), stream=True)
 
 
 @pytest.mark.usefixtures("chaos")
@@ -93,6 +157,9 @@ def test_what_did_not_come_back() -> None:
     assert not before.excess(before)
     after = Held(2, 20, 31, 6, 0, 1, 900 << 20, 0, 0, 3)
     assert set(after.excess(before)) == {"files", "temporary", "rss", "blocks"}
+    assert after.excess(before)["files"] == (30, 31)
+    # A server that cannot be asked.
+    assert not Held(2, 20, 30, 6, 0, 0, 500 << 20).excess(before)
 
 
 @pytest.mark.usefixtures("chaos")
