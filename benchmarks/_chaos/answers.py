@@ -89,19 +89,16 @@ def _merge(into: dict[str, Any], piece: dict[str, Any]) -> None:
     for name, value in piece.items():
         if value is None:
             continue
-        old = into.get(name)
         if name == "tool_calls":
             calls = into.setdefault(name, {})
             for call in value:
                 _merge(calls.setdefault(str(call["index"]), {}), call)
-        elif (
-            name in ("index", "role", "type", "name", "finish_reason", "stop_reason") or old is None
-        ):
-            into[name] = value
         elif isinstance(value, dict):
-            _merge(old, value)
+            _merge(into.setdefault(name, {}), value)
+        elif name in _REPLACED or into.get(name) is None:
+            into[name] = value
         else:
-            into[name] = old + value
+            into[name] += value
 
 
 def _fold_responses(events: list[Any]) -> Any:

@@ -101,6 +101,15 @@ def test_what_a_stream_says() -> None:
     whole = said_by(path, stream(chunk("a"), chunk("b"), end), stream=True)
     assert whole == said_by(path, stream(chunk("ab"), end), stream=True)
     assert whole != said_by(path, stream(chunk("a"), end), stream=True)
+    assert whole == [[0, {"delta": {"content": "abc"}, "finish_reason": "stop"}]]
+
+    def call(text: str) -> dict[str, Any]:
+        part = {"index": 0, "function": {"arguments": text}}
+        return {"choices": [{"index": 1, "delta": {"tool_calls": [part]}}]}
+
+    calls = {"0": {"index": 0, "function": {"arguments": "{}"}}}
+    called = said_by(path, stream(call("{"), call("}")), stream=True)
+    assert called == [[1, {"delta": {"tool_calls": calls}}]]
     # What an API leaves out in one chunk and has as null in another is the same.
     empty = {"choices": [{"index": 0, "delta": {"content": None, "refusal": None}}]}
     assert whole == said_by(path, stream(chunk("a"), empty, chunk("b"), end), stream=True)
