@@ -11,6 +11,18 @@ _REASONS: dict[tuple[str, str, str, str], str] = {
         "(plan.budget >= 0)",
     ): "one token of the budget is left for each later sequence, so it is never used up before",
     (
+        "model_engine/scheduling/kv_cache_manager.py",
+        "KVCacheManager.grow",
+        "held * self._pool.block_size >= num_tokens + self._num_reserved",
+        "(held * self._pool.block_size > num_tokens + self._num_reserved)",
+    ): "a short way: otherwise no block is missing, and the answer is the same",
+    (
+        "kv_cache/block_tables.py",
+        "StepTables.select",
+        "self._held = wanted",
+        "pass",
+    ): "it saves a copy of what is there already",
+    (
         "model_engine/sequence.py",
         "Sequence.cut_for_states",
         "start < end < start + count",

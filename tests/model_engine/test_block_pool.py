@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -241,3 +244,22 @@ def test_reset_forgets_all_but_what_is_held() -> None:
     pool.check_integrity()
     assert pool.match_prefix(hashes) == []
     assert pool.num_free == 4
+
+
+def test_images_count_in_the_blocks_that_they_stand_in() -> None:
+    root, block = root_hash(""), [1, 2, 3, 4]
+
+    def hashed(start: int, *images: tuple[int, int, bytes]) -> BlockHash:
+        given: Any = [SimpleNamespace(start=a, stop=b, digest=d * 32) for a, b, d in images]
+        return hash_block(root, block, start, given)
+
+    plain = hash_block(root, block)
+    assert hashed(0, (4, 8, b"a")) == plain
+    assert hashed(8, (4, 8, b"a")) == plain
+    seen = [hashed(4, *images) for images in ([(4, 8, b"a")], [(4, 8, b"b")], [(3, 8, b"a")])]
+    seen += [
+        hashed(4, (7, 8, b"a")),
+        hashed(4, (0, 5, b"a")),
+        hashed(4, (4, 8, b"a"), (7, 9, b"b")),
+    ]
+    assert len({plain, *seen}) == 7
