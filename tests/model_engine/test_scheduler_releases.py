@@ -100,3 +100,15 @@ def test_launched_parts_end_in_their_order() -> None:
     parts.end_oldest()
     assert (parts.num_tokens, parts.num_sampled, parts.is_sampling) == (0, 0, False)
     assert not parts
+
+
+def test_what_is_published_and_not_computed_is_noticed() -> None:
+    bench = Bench()
+    bench.add("a", tokens(100, 8), max_tokens=5)
+    bench.step()
+    bench.scheduler.check_integrity()
+    (seq,) = bench.scheduler._live.values()
+    assert (seq.num_published * bench.pool.block_size, seq.num_computed) == (8, 8)
+    seq.num_published += 1
+    with pytest.raises(AssertionError, match="has published 3 blocks of 4 tokens and computed 8"):
+        bench.scheduler.check_integrity()
