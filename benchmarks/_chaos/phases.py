@@ -31,7 +31,7 @@ _OVERLOAD_RUNNING, _OVERLOAD_WAITING = 4, 8
 _OVERLOAD_CLIENTS = 10 * (_OVERLOAD_RUNNING + _OVERLOAD_WAITING)
 # Seconds: forward by more than any timeout, back before the start, past 32 bits, and as it is.
 _CLOCK_SHIFTS = (7_200, -86_400, 20 * 365 * 86_400, 0)
-_SECONDS_OF_A_SHIFT = 2.0
+_SECONDS_BEFORE_A_JUMP = 0.1
 # Between when a server looks at its clock and when this program does.
 _CLOCK_SLACK = 600.0
 # Requests after which a server has all the memory that it ever needs, but for so much.
@@ -229,16 +229,17 @@ async def _clock(lab: Lab, record: Record, count: int) -> None:
         async with lab.server(env=clock.env) as running:
             record.command = running.server.shown
             before = await lab.warm_up(running)
-            work = asyncio.create_task(lab.load(record, running.port, count, _CLIENTS))
             statuses = []
             for shift in _CLOCK_SHIFTS:
+                share = -(-count // len(_CLOCK_SHIFTS))
+                work = asyncio.create_task(lab.load(record, running.port, share, _CLIENTS))
+                await asyncio.sleep(_SECONDS_BEFORE_A_JUMP)
                 clock.jump(shift)
-                await asyncio.sleep(_SECONDS_OF_A_SHIFT)
                 told = await _created(running)
                 statuses.append(await _health(running))
                 off = told - time.time() - shift
                 record.expect(abs(off) < _CLOCK_SLACK, f"the clock is {shift:+d} s off")
-            await work
+                await work
             record.expect(set(statuses) == {200}, f"/health meanwhile is {set(statuses)}")
             await check_held(record, running, before)
 
