@@ -75,7 +75,7 @@ def images_of(prompt: Prompt) -> list[Any]:
     images = list(image) if isinstance(image, (list, tuple)) else [image]
     # A list of frames is one video, and one of lists, arrays of frames or dicts is several.
     videos = [video]
-    if isinstance(video, list) and video and all(map(_is_video, video)):
+    if isinstance(video, list) and all(map(_is_video, video)):
         videos = video
     return [
         *(given for given in images if given is not None),
