@@ -167,7 +167,8 @@ class SpecDecodeCounter:
         self._accepted_counts += [0] * missing
         self._accepted_counts[num_accepted] += times
         self._num_draft_tokens += num_drafts * times
-        if self._warns:
+        unseen = sum(self._accepted_counts) - self._window_start.num_drafts
+        if self._warns and unseen >= _LOSING_WINDOW:
             self._check_losing()
 
     def snapshot(self) -> SpecDecodeStats | None:
@@ -186,8 +187,6 @@ class SpecDecodeCounter:
         )
 
     def _check_losing(self) -> None:
-        if sum(self._accepted_counts) - self._window_start.num_drafts < _LOSING_WINDOW:
-            return
         now = self.snapshot()
         assert now is not None
         window, self._window_start = now.since(self._window_start), now

@@ -43,7 +43,9 @@ class BlockTables:
         sizes = np.array([len(s.new_block_ids) for s in grown])
         starts = np.array([s.row * width + s.num_blocks for s in grown]) - sizes
         ids = np.array([id for s in grown for id in s.new_block_ids], dtype=np.int32)
-        places = _ranges(starts, sizes)
+        # All ranges start ... start + size - 1, one behind the other.
+        offsets = np.cumsum(sizes) - sizes
+        places = np.arange(sizes.sum()) + np.repeat(starts - offsets, sizes)
         self._on_host.reshape(-1)[places] = ids
         self._grown = places, ids
 
@@ -69,13 +71,6 @@ class BlockTables:
         indices, places = np.divmod(positions, block_size)
         slots: np.ndarray = self._on_host[rows, indices] * block_size + places
         return slots
-
-
-def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The concatenation of all ranges start ... start + size - 1."""
-    offsets = np.cumsum(sizes) - sizes
-    ranges: np.ndarray = np.arange(sizes.sum()) + np.repeat(starts - offsets, sizes)
-    return ranges
 
 
 class StepTables:

@@ -328,7 +328,10 @@ class LlamaModel(nn.Module):
         images = model_input.images
         if images is not None:
             hidden = images.fill(hidden)
-        rotations = [rotary.of_step(model_input) for rotary in self._rotaries]
+        rotations: list[tuple[torch.Tensor, Rotation]]
+        rotations = [(model_input.positions, rotary) for rotary in self._rotaries]
+        if model_input.mrope_shifts is not None:
+            rotations = [rotary.of_step(model_input) for rotary in self._rotaries]
         residual: torch.Tensor | None = None
         boundaries: dict[int, torch.Tensor] = {}
         last = len(self._layers) - 1

@@ -201,7 +201,7 @@ class InputBuilder:
             self._kept.forget()
         images = None if self.images is None else self.images.rows(sequences)
         layout = layout_of(sequences)
-        kept = self._kept.find(layout) if images is None else None
+        kept = self._kept.steps.get(layout) if images is None else None
         step = None if kept is None else self._repeat(kept, sequences)
         return self._lay_out(batch, layout, images) if step is None else step
 

@@ -159,19 +159,20 @@ class StepLayout:
 
 
 class StepLayoutCache:
-    """The layouts of the sequences that run; forgotten when one of them starts or ends."""
+    """The layouts of the sequences that run; forgotten when one of them starts or ends.
+
+    Attributes:
+        steps: what is known, by `layout_of`; nothing is by None.
+    """
 
     _MOST = 64
 
     def __init__(self) -> None:
-        self._steps: dict[Hashable, StepLayout] = {}
-
-    def find(self, layout: Hashable | None) -> StepLayout | None:
-        return None if layout is None else self._steps.get(layout)
+        self.steps: dict[Hashable, StepLayout] = {}
 
     def add(self, layout: Hashable, step: StepLayout | None) -> None:
-        if step is not None and (layout in self._steps or len(self._steps) < self._MOST):
-            self._steps[layout] = step
+        if step is not None and (layout in self.steps or len(self.steps) < self._MOST):
+            self.steps[layout] = step
 
     def forget(self) -> None:
-        self._steps.clear()
+        self.steps.clear()

@@ -93,7 +93,7 @@ class AttentionMetadata:
         Each forward pass, and each run of a capture, has its own metadata.
         """
         if key not in self._derived:
-            self.leave(key, compute())
+            self._derived[key] = compute()
         return cast(_T, self._derived[key])
 
     def leave(self, key: Hashable, value: object) -> None:

@@ -106,18 +106,16 @@ class Chosen:
     token_ids: torch.Tensor
     confidences: torch.Tensor | None = None
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All that there are."""
-        return [t for t in (self.token_ids, self.confidences) if t is not None]
-
 
 def together(drafts: Sequence[Chosen]) -> Proposal:
     """The drafts of every position, at least one, as one proposal."""
-    columns = list(zip(*(chosen.tensors for chosen in drafts), strict=True))
+    token_ids = [chosen.token_ids[:, None] for chosen in drafts]
+    confidences = [c.confidences[:, None] for c in drafts if c.confidences is not None]
     if len(drafts) == 1:
-        return Proposal(*(t[:, None] for (t,) in columns))
-    return Proposal(*(torch.cat([t[:, None] for t in each], dim=1) for each in columns))
+        return Proposal(*token_ids, *confidences)
+    return Proposal(
+        torch.cat(token_ids, dim=1), torch.cat(confidences, dim=1) if confidences else None
+    )
 
 
 class Proposer(Protocol):

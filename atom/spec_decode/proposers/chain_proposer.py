@@ -117,7 +117,7 @@ class DraftChain:
         start = self._start(step, positions, first.token_ids, hidden, num_drafts - 1)
         if not len(positions):
             self.run(_padding(start), num_drafts - 1)
-            return Proposal(*(t.new_empty((0, num_drafts)) for t in first.tensors))
+            return together([first] * num_drafts)
         start = replace(start, choice=choice)
         return together([first, *self.run(start, num_drafts - 1)])
 
