@@ -35,6 +35,7 @@ MODEL_IMPLS = ("auto", "atom", "transformers")
 LOAD_STRATEGIES = ("lazy", "prefetch")
 CANARIES = ("log", "raise")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8")
+STATE_DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 ACTIVATIONS = ("auto", "int8", "float")
 DEFAULT_MAX_LOGPROBS = 20
@@ -305,6 +306,13 @@ class CacheOptions(Options):
         on_gpu=2 << 30,
     )
     enable_prefix_caching: bool = option(True, "reuse the KV cache of shared prefixes")
+    mamba_ssm_cache_dtype: str = option(
+        "float32",
+        "type of the matrices that hybrid models keep as recurrent states; bfloat16 takes half of "
+        "the memory and rounds them after every token",
+        choices=STATE_DTYPES,
+        spellings={"auto": "float32", "bf16": "bfloat16", "fp32": "float32"},
+    )
     state_slots: int | None = option(
         None,
         f"recurrent states of hybrid models that are kept for prefix caching "

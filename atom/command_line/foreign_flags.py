@@ -87,7 +87,7 @@ _GRAPHS = "steps are recorded as graphs by themselves; --cudagraph-capture-sizes
 _LOGS = "--log-level says what the log holds, and /metrics has the rest at any time"
 _ORDER = "requests wait in the order of their priority and arrival, and long prompts are cut"
 _GRAMMARS = "one library enforces schemas and grammars; what it cannot enforce is refused"
-_STATES = "no model that is served here keeps such states"
+_STATES = "--state-slots says how many states of hybrid models are kept for prefix caching"
 _LOADING = "--safetensors-load-strategy says how weights are read; the rest needs no choice"
 _EXPERTS = "missing here: experts are neither moved nor copied to even out their load"
 _OFFLOAD = "missing here: KV caches are kept on the device alone"
@@ -264,8 +264,8 @@ _VLLM = [
         harmless=("0",),
     ),
     *_refused(VLLM, "weights do not change while the engine runs", "--weight-transfer-config"),
-    *_needless(VLLM, _KERNELS, "--linear-backend --dcp-comm-backend"),
-    *_needless(VLLM, _STATES, "--mamba-backend --mamba-cache-mode --mamba-ssm-cache-dtype"),
+    *_needless(VLLM, _KERNELS, "--linear-backend --dcp-comm-backend --mamba-backend"),
+    *_needless(VLLM, _STATES, "--mamba-cache-mode"),
     *_needless(VLLM, "there are no plugins that would read it", "--additional-config"),
     *_refused(
         VLLM,
@@ -287,6 +287,7 @@ _SGLANG = [
     _same(SGLANG, "--chunked-prefill-size", "--max-num-batched-tokens"),
     _same(SGLANG, "--page-size", "--block-size"),
     _same(SGLANG, "--random-seed", "--seed"),
+    _same(SGLANG, "--mamba-ssm-dtype", "--mamba-ssm-cache-dtype"),
     _same(SGLANG, "--max-queued-requests", "--max-waiting-requests"),
     _same(SGLANG, "--fastapi-root-path", "--root-path"),
     _same(SGLANG, "--disable-radix-cache", "--no-enable-prefix-caching", _NOTHING),
@@ -399,7 +400,11 @@ _SGLANG = [
         _NOTHING,
     ),
     *_refused(SGLANG, _SPLIT, "--enable-prefill-cp", _NOTHING),
-    *_needless(SGLANG, _STATES, "--swa-full-tokens-ratio"),
+    *_needless(
+        SGLANG,
+        "the blocks of layers with windows are counted by themselves",
+        "--swa-full-tokens-ratio",
+    ),
     *_needless(SGLANG, _KERNELS, "--disable-shared-experts-fusion", _NOTHING),
     *_refused(
         SGLANG,

@@ -115,6 +115,7 @@ def _create_context(
         device=device,
         experts=expert_ranks(config, groups, ranks),
         images=config.model.reads_images,
+        state_dtype=DTYPES_BY_NAME[config.cache.mamba_ssm_cache_dtype],
     )
 
 

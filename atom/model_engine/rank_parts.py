@@ -125,6 +125,11 @@ def _create_states(rank: Rank, model: CausalLM, drafter: Drafter) -> StatePool:
     layers, slots = recurrent_layers(model), cache.state_slots
     if slots is not None and not layers:
         raise ConfigError(f"--state-slots {slots}: {rank.source.name} has no recurrent states")
+    if cache.mamba_ssm_cache_dtype != "float32" and not layers:
+        raise ConfigError(
+            f"--mamba-ssm-cache-dtype {cache.mamba_ssm_cache_dtype}: {rank.source.name} has no "
+            f"recurrent states; leave it out"
+        )
     if not cache.enable_prefix_caching or not layers:
         slots = 0
     elif not scheduler.enable_chunked_prefill:

@@ -24,6 +24,7 @@ class LayerContext:
     activations: how the inputs of products with quantised weights are rounded: `--activations`.
     max_model_len: longest context; the size of rotary tables.
     images: whether a model that can read images is built to.
+    state_dtype: of the matrices of recurrent states: `--mamba-ssm-cache-dtype`.
     """
 
     dtype: torch.dtype
@@ -35,6 +36,7 @@ class LayerContext:
     quant: QuantConfig = field(default_factory=UnquantizedConfig)
     activations: str = "auto"
     images: bool = False
+    state_dtype: torch.dtype = torch.float32
 
     @classmethod
     def create(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from atom.command_line.parser import CommandLine
-from atom.config import ConfigError, ModelOptions, parse_count
+from atom.config import STATE_DTYPES, ConfigError, ModelOptions, parse_count
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.plan.folders import folder_of
 from atom.plan.gpus import NAMES, Gpu, find_gpu
@@ -83,6 +83,7 @@ def _gb(count: float) -> str:
 
 
 _CACHE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_STATE_DTYPES = {name: getattr(torch, name) for name in STATE_DTYPES}
 
 
 def create_parser(prog: str = "python -m atom.plan") -> CommandLine:
@@ -103,6 +104,7 @@ def create_parser(prog: str = "python -m atom.plan") -> CommandLine:
     add("--context", default="8k", help="tokens of each sequence, such as 32k")
     add("--concurrency", type=int, default=1, help="sequences at once, over all GPUs")
     add("--kv-cache-dtype", choices=tuple(_CACHE_DTYPES), default="bf16")
+    add("--mamba-ssm-cache-dtype", choices=STATE_DTYPES, default="float32")
     add("--tokens-per-forward", type=float, default=1.0, help="with speculation, such as 2.4")
     add("--num-speculative-tokens", type=int, default=0, help="drafts of a decode step")
     add("--efficiency", type=float, default=0.7, help="share of the bandwidth that is reached")
@@ -136,8 +138,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m atom.plan"
         if not 0 < args.efficiency <= 1:
             raise ConfigError(f"--efficiency {args.efficiency:g} must lie between 0 and 1")
         source = _source(args.model)
+        dtypes = _CACHE_DTYPES[args.kv_cache_dtype], _STATE_DTYPES[args.mamba_ssm_cache_dtype]
         sizes_on = functools.cache(
-            lambda ranks: _sizes(source, _CACHE_DTYPES[args.kv_cache_dtype], ranks)
+            lambda ranks: rank_sizes(source, source.default_dtype, dtypes[0], ranks, dtypes[1])
         )
         costs = Costs(args.efficiency, args.collective_us * 1e-6)
         plans = [
@@ -159,10 +162,6 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m atom.plan"
 
 def _source(model: str) -> ModelSource:
     return resolve_model(ModelOptions(model=folder_of(model), load_format="dummy"))
-
-
-def _sizes(source: ModelSource, cache_dtype: torch.dtype, num_ranks: int) -> RankSizes:
-    return rank_sizes(source, source.default_dtype, cache_dtype, num_ranks)
 
 
 def _positive(name: str, value: int) -> int:

@@ -63,7 +63,11 @@ class RankSizes:
 
 
 def rank_sizes(
-    source: ModelSource, dtype: torch.dtype, cache_dtype: torch.dtype, num_ranks: int
+    source: ModelSource,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    num_ranks: int,
+    state_dtype: torch.dtype = torch.float32,
 ) -> RankSizes:
     """The sizes on one of `num_ranks` ranks that split every layer.
 
@@ -75,6 +79,7 @@ def rank_sizes(
         group=ParallelGroup(0, num_ranks),
         quant=source.quantization,
         images=True,
+        state_dtype=state_dtype,
     )
     wanted = "auto" if source.implementation is None else source.implementation.kind
     model = create_sketch(partial(create_model, source.hf_config, wanted=wanted), source, context)

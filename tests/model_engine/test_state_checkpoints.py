@@ -170,12 +170,13 @@ def test_slots_that_could_not_be_filled(
         create_engine(target, **options)
 
 
-def test_slots_without_states(
+def test_options_of_states_without_any(
     tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     folder = engines.write_target("llama", tmp_path, byte_level_tokenizer)
-    with pytest.raises(ConfigError, match="has no recurrent states"):
-        create_engine(folder, state_slots=3)
+    for given in ({"state_slots": 3}, {"mamba_ssm_cache_dtype": "bfloat16"}):
+        with pytest.raises(ConfigError, match="has no recurrent states"):
+            create_engine(folder, **given)
 
 
 def test_prefix_caching_may_be_off(target: Path, expected: list[list[int]]) -> None:

@@ -67,7 +67,7 @@ def join(parts: Sequence[Inputs]) -> Inputs:
     return Inputs(*(torch.cat(tensors) for tensors in zip(*lists, strict=True)))
 
 
-def pool(shape: tuple[int, ...]) -> torch.Tensor:
+def pool(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Nothing that a sequence has not written may be read as a number."""
     _, heads, key, value, _ = shape
-    return torch.full((ROWS, VERSIONS, heads, key, value), float("nan"))
+    return torch.full((ROWS, VERSIONS, heads, key, value), float("nan"), dtype=dtype)

@@ -25,10 +25,12 @@ names = pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.__name__.split("
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+STATES = [torch.float32, torch.bfloat16]
+stored = pytest.mark.parametrize("stored", STATES, ids=lambda dtype: f"{dtype} states")
 
 
-def exact(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and states after each token, in float64."""
+def exact(inputs: Inputs, stored: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and states after each token, in float64 but for their rounding."""
     q, k, v, log_decay, beta = (tensor.double() for tensor in vars(inputs).values())
     repeats = v.shape[1] // q.shape[1]
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
@@ -40,6 +42,7 @@ def exact(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         error = v[t] - torch.einsum("hk,hkv->hv", k[t], state)
         state = state + torch.einsum("hk,hv->hkv", k[t], error * beta[t, :, None])
         outs.append(torch.einsum("hk,hkv->hv", q[t], state))
+        state = state.to(stored).double()
         states.append(state)
     return torch.stack(outs), torch.stack(states)
 
@@ -58,6 +61,21 @@ def test_delta_rule(ops: ModuleType, shape: tuple[int, ...], dtype: torch.dtype)
     for p in range(23 - VERSIONS, 23):
         torch.testing.assert_close(states[2, p % VERSIONS].double(), after[p], **near)
     assert states[[0, 1, 3, 4, 5]].isnan().all()
+
+
+@names
+@shapes
+def test_states_are_rounded_behind_every_token(ops: ModuleType, shape: tuple[int, ...]) -> None:
+    """Not only behind those that are kept; outputs come of what is not rounded."""
+    inputs, states = Inputs.random(shape, 23), pool(shape, torch.bfloat16)
+    out = inputs.run(ops, states, metadata_of((2, 0, 23)))
+    wanted, after = exact(inputs, torch.bfloat16)
+    unrounded, _ = exact(inputs)
+    # A number between two of bfloat16 may become either.
+    assert 5 * (out - wanted).norm() < (out - unrounded).norm()
+    torch.testing.assert_close(
+        states[2, 22 % VERSIONS].double(), after[22], rtol=2**-7, atol=2**-8 * float(after.std())
+    )
 
 
 @names
@@ -89,13 +107,14 @@ CUTS = [[1] * 23, [23], [5, 1, 1, 16], [16, 7], [2, 21]]
 
 @names
 @shapes
+@stored
 def test_delta_rule_has_the_same_bits_however_it_is_cut(
-    ops: ModuleType, shape: tuple[int, ...]
+    ops: ModuleType, shape: tuple[int, ...], stored: torch.dtype
 ) -> None:
     """Alone or in a batch of five, with any number of threads."""
     inputs = [Inputs.random(shape, 23, seed=10 * s) for s in range(len(CUTS))]
-    wanted = [own.run(ops, pool(shape), metadata_of((0, 0, 23))) for own in inputs]
-    states, done = pool(shape), [0] * len(CUTS)
+    wanted = [own.run(ops, pool(shape, stored), metadata_of((0, 0, 23))) for own in inputs]
+    states, done = pool(shape, stored), [0] * len(CUTS)
     outs: list[list[torch.Tensor]] = [[] for _ in CUTS]
     for step in range(23):
         torch.set_num_threads(1 + step % 3)
@@ -113,10 +132,13 @@ def test_delta_rule_has_the_same_bits_however_it_is_cut(
 
 @names
 @shapes
-def test_rejected_drafts_leave_nothing_behind(ops: ModuleType, shape: tuple[int, ...]) -> None:
+@stored
+def test_rejected_drafts_leave_nothing_behind(
+    ops: ModuleType, shape: tuple[int, ...], stored: torch.dtype
+) -> None:
     """A step of up to VERSIONS tokens, of which any number is accepted, then the next."""
-    right, states = Inputs.random(shape, 40), pool(shape)
-    wanted = right.run(ops, pool(shape), metadata_of((0, 0, 40)))
+    right, states = Inputs.random(shape, 40), pool(shape, stored)
+    wanted = right.run(ops, pool(shape, stored), metadata_of((0, 0, 40)))
     at = 0
     for step, count in enumerate([1, 4, 2, 1, 3, 1, 1, 4, 2]):
         wrong = Inputs.random(shape, VERSIONS - count, seed=100 * (step + 1))

@@ -40,13 +40,14 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     platform: Platform | None = None,
     group: ParallelGroup = SINGLE,
+    state_dtype: torch.dtype = torch.float32,
     **model_options: Any,
 ) -> CausalLM:
     """The model of a checkpoint folder, loaded as the engine loads it; on the CPU by default."""
     options = ModelOptions(model=str(folder), **model_options)
     source = resolve_model(options)
     context = LayerContext.create(dtype, max_model_len, platform or cpu_platform(), group)
-    context = replace(context, images=options.reads_images)
+    context = replace(context, images=options.reads_images, state_dtype=state_dtype)
     return build_model(
         partial(create_model, source.hf_config, wanted=options.model_impl), source, context, options
     )

@@ -295,9 +295,26 @@ def test_drafts_change_no_token(
 
 
 @pytest.mark.parametrize("name", PAIR)
-def test_verified_tokens_are_single_ones(hybrids: Hybrids, name: str) -> None:
+def test_drafts_and_chunks_change_no_token_of_states_in_bfloat16(
+    hybrids: Hybrids, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole prompts op by op against chunks and drafts, where bits are promised, too."""
+    folder = hybrids.checkpoint(name).folder
+    halved = {"mamba_ssm_cache_dtype": "bfloat16"}
+    alone = create_engine(folder, enforce_eager=True, **halved)
+    expected = generate(alone, LONG["greedy"], PROMPTS)
+    engine = speculating(
+        hybrids, name, "suffix", "recorded", monkeypatch, batch_invariant=True, **halved
+    )
+    assert generate(engine, LONG["greedy"], PROMPTS) == expected
+    assert engine.engine.core.stats.spec_decode.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", PAIR)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=lambda d: f"{d} states")
+def test_verified_tokens_are_single_ones(hybrids: Hybrids, name: str, stored: torch.dtype) -> None:
     """Whatever was accepted of a step's drafts, the next one goes on from there."""
-    bench = ModelBench(hybrids.checkpoint(name).folder, most_drafts=K)
+    bench = ModelBench(hybrids.checkpoint(name).folder, most_drafts=K, state_dtype=stored)
     tokens = prompt(22, seed=7)
     expected = bench.run(tokens, [9, 1], "single")
     assert_same(rejecting(bench, tokens), expected)
@@ -342,11 +359,13 @@ def test_no_source_drafts_more_than_there_are_versions(
     assert engine.engine.core.executor.parts.drafter.max_drafts == K
 
 
-def test_states_that_do_not_fit_are_refused_with_numbers(hybrids: Hybrids) -> None:
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_states_that_do_not_fit_are_refused_with_numbers(hybrids: Hybrids, stored: str) -> None:
     folder = hybrids.checkpoint("kimi_linear").folder
-    # Two layers, four matrices of 12 x 12 and three inputs of 144 channels, in float32.
-    row = 2 * 4 * (4 * 4 * 12 * 12 + (K + 3) * 144)
-    slot = 2 * 4 * (4 * 12 * 12 + 3 * 144)
+    # Two layers, four matrices of 12 x 12, and three inputs of 144 channels in float32.
+    number = 4 if stored == "float32" else 2
+    row = 2 * (number * 4 * 4 * 12 * 12 + 4 * (K + 3) * 144)
+    slot = 2 * (number * 4 * 12 * 12 + 4 * 3 * 144)
     size = 17 * row + 5 * slot
     with pytest.raises(KVCacheMemoryError, match=rf"17 x {row} \+ 5 x {slot} = {size} bytes"):
         create_engine(
@@ -354,6 +373,7 @@ def test_states_that_do_not_fit_are_refused_with_numbers(hybrids: Hybrids) -> No
             method="suffix",
             num_speculative_tokens=K,
             state_slots=5,
+            mamba_ssm_cache_dtype=stored,
             kv_cache_memory=str(size),
         )
 

@@ -143,7 +143,7 @@ class DeltaRule(RecurrentLayer):
         self.num_key_heads, self.num_heads = num_key_heads, num_heads
         self.key_dim, self.value_dim = key_dim, value_dim
         self.taps = taps
-        self._dtype = context.dtype
+        self._dtype, self._state_dtype = context.dtype, context.state_dtype
         self._lower_bound = lower_bound
         heads = {"num_key_heads": num_key_heads, "num_heads": num_heads}
         sizes = {**heads, "key_dim": key_dim, "value_dim": value_dim}
@@ -156,7 +156,7 @@ class DeltaRule(RecurrentLayer):
         matrix = self.num_heads, self.key_dim, self.value_dim
         return {
             "inputs": StatePart((sum(self._widths),), self._dtype, reach=self.taps - 1),
-            "state": StatePart(matrix, torch.float32),
+            "state": StatePart(matrix, self._state_dtype),
         }
 
     def bind_states(self, parts: Mapping[str, torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ from atom.model_ops.kernels.torch.recurrent import (
 
 _conv = Kernels("causal_conv", "8P10q")
 _gates = Kernels("delta_gates", "6P7qd")
-_delta = Kernels("delta_rule", "11P13qd")
+_delta = Kernels("delta_rule", "11P14qd")
 _norm = Kernels("gated_rms_norm", "4P9qd")
 
 
@@ -96,7 +96,8 @@ def delta_rule(
     places, *sizes = _sequences(metadata, tokens, pool_rows)
     pointers = *inputs, states.data_ptr(), out.data_ptr(), *places
     layout = key_heads, heads, key, value, decays, versions, q_stride, k_stride, v_stride
-    wrong = _delta(q.dtype, *pointers, *sizes, *layout, num_threads(), NORM_EPS)
+    is_half = states.dtype is torch.bfloat16
+    wrong = _delta(q.dtype, *pointers, *sizes, *layout, is_half, num_threads(), NORM_EPS)
     _check(metadata, pool_rows, wrong)
     return out
 

@@ -1,8 +1,9 @@
 """What a layer with a recurrent state computes: its convolution, its gates and the delta rule.
 
 Token by token in float32, in one order whatever the batch is and however its sequences were cut
-into steps: T tokens in one call have the bits of T calls. On a CPU that is but for exponentials,
-whose last bit depends in torch on where a number lies among others.
+into steps: T tokens in one call have the bits of T calls, since a state is rounded to the pool's
+type behind every token. On a CPU that is but for exponentials, whose last bit depends in torch on
+where a number lies among others.
 """
 
 from __future__ import annotations
@@ -97,14 +98,15 @@ def delta_rule(
         S = exp(log_decay) S;  S += k beta (v - k S);  out = q S
 
     A sequence goes on from the version of its first position - 1, from zeros at position 0, and
-    writes those of its last tokens (`StateMetadata`). Rows of padding are zeros.
+    writes those of its last tokens (`StateMetadata`). The next token reads S in the type of
+    `states`, which `out` is not rounded to. Rows of padding are zeros.
 
     Args:
         q, k: [T, HK, K]; value head h reads key head h // (HV / HK).
         v: [T, HV, V].
         log_decay: [T, HV, K] or [T, HV, 1] float32, at most 0.
         beta: [T, HV] float32.
-        states: [pool_rows, versions, HV, K, V] float32; changed.
+        states: [pool_rows, versions, HV, K, V] float32 or bfloat16; changed.
     """
     repeats, versions = v.shape[1] // q.shape[1], states.shape[1]
     q, k = (_normed(x).repeat_interleave(repeats, dim=1)[..., None] for x in (q, k))
@@ -117,7 +119,7 @@ def delta_rule(
         places = metadata.rows[s : s + 1] * versions
         # A select, since what no sequence has written may be NaN.
         state = flat.index_select(0, places + (start - 1) % versions)
-        state = torch.where((start > 0)[:, None, None, None], state, 0.0)[0]
+        state = torch.where((start > 0)[:, None, None, None], state, 0.0)[0].float()
         first_kept = 0 if metadata.padding_lens is not None else end - begin - versions
         for t, token in enumerate(range(begin, end)):
             state = state * decays[token]
@@ -125,9 +127,11 @@ def delta_rule(
             state = state + k[token] * (error * beta[token, :, None])[:, None]
             result = (state * q[token]).sum(dim=1)
             out[token] = torch.where(t < count, result, 0.0)
+            rounded = state.to(states.dtype)
+            state = rounded.float()
             if t >= first_kept:
                 place = places + (start + t) % versions
-                kept = torch.where(t < count, state, flat.index_select(0, place)[0])
+                kept = torch.where(t < count, rounded, flat.index_select(0, place)[0])
                 flat.index_copy_(0, place, kept[None])
     return out
 
@@ -198,7 +202,8 @@ def check_rule(
     fits = k.shape == q.shape and v.shape[0] == tokens and heads % key_heads == 0
     fits = fits and states.shape[2:] == (heads, key, value) and decays in (1, key)
     fits = fits and log_decay.shape == (tokens, heads, decays) and beta.shape == (tokens, heads)
-    is_wide = log_decay.dtype is beta.dtype is states.dtype is torch.float32
+    fits = fits and states.dtype in (torch.float32, torch.bfloat16)
+    is_wide = log_decay.dtype is beta.dtype is torch.float32
     if not fits or not is_wide or not q.dtype is k.dtype is v.dtype:
         raise mismatch("delta_rule", q=q, k=k, v=v, log_decay=log_decay, beta=beta, states=states)
 

@@ -230,7 +230,7 @@ def _delta_rule(
     states_ptr += tl.load(rows_ptr + sequence) * (VERSIONS * HEADS * KEY * VALUE)
     states_ptr += head * KEY * VALUE + r[:, None] * VALUE + columns[None, :]
     newest = ((start + VERSIONS - 1) % VERSIONS).to(tl.int64) * (HEADS * KEY * VALUE)
-    state = tl.load(states_ptr + newest, mask & (start > 0) & (real > 0), 0.0)
+    state = tl.load(states_ptr + newest, mask & (start > 0) & (real > 0), 0.0).to(tl.float32)
     for t in range(real):
         token = (begin + t).to(tl.int64)
         q = _normed_key(q_ptr + token * q_stride + key_head * KEY, r, in_key, eps) * scale
@@ -246,9 +246,11 @@ def _delta_rule(
         state += k[:, None] * (error * tl.load(beta_ptr + at))[None, :]
         out = tl.sum(state * q[:, None], axis=0).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at * VALUE + columns, out, mask=in_value)
+        rounded = state.to(states_ptr.dtype.element_ty)
         if t >= real - VERSIONS:
             version = ((start + t) % VERSIONS).to(tl.int64) * (HEADS * KEY * VALUE)
-            tl.store(states_ptr + version, state, mask=mask)
+            tl.store(states_ptr + version, rounded, mask=mask)
+        state = rounded.to(tl.float32)
     zero = tl.zeros([TILE], out_ptr.dtype.element_ty)
     for t in range(real, length):
         at = (begin + t).to(tl.int64) * HEADS + head

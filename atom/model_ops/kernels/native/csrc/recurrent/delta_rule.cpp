@@ -4,6 +4,7 @@
 // A token reads its state twice and writes it once:
 //   u = beta (v - sum_r S[r] d[r] k[r]);  S[r] = S[r] d[r] + k[r] u;  out = sum_r S[r] q[r]
 // States of tokens that are kept are written where the next token reads them; others are in scratch.
+// Both have the pool's type, so a state is rounded to it behind every token, kept or not.
 #include <algorithm>
 #include <cmath>
 
@@ -28,11 +29,13 @@ struct DeltaArgs {
   const void* v;           // [tokens, heads, value], rows v_stride elements apart
   const float* log_decay;  // [tokens, heads, decays]
   const float* beta;       // [tokens, heads]
-  float* states;           // [pool_rows, versions, heads, key, value]
+  void* states;            // [pool_rows, versions, heads, key, value]
   void* out;               // [tokens, heads, value]
   Sequences sequences;     // four pointers, then three numbers
   int64_t key_heads, heads, key, value, decays, versions;
-  int64_t q_stride, k_stride, v_stride, threads;
+  int64_t q_stride, k_stride, v_stride;
+  int64_t half_states;  // whether states are bfloat16, not float32
+  int64_t threads;
   double norm_eps;
 };
 
@@ -75,11 +78,11 @@ void prepare(const DeltaArgs& a, int64_t row, int64_t head, Token& token) {
 
 // One token's pass over `columns` of a state, N vectors of which the last may not be whole.
 // from, to: [key] rows so many numbers apart; v, out: [N * kLanes]. `ahead` fetches `key` times.
-template <int N, bool Whole>
-void pass(const Token& token, int64_t key, const float* from, int64_t from_stride, float* to,
+template <int N, bool Whole, class S>
+void pass(const Token& token, int64_t key, const S* from, int64_t from_stride, S* to,
           int64_t to_stride, int64_t columns, const float* v, float* out, Ahead ahead) {
   const int64_t last = columns - (N - 1) * kLanes;
-  const auto read = [&](const float* row, int j) {
+  const auto read = [&](const S* row, int j) {
     return Whole || j < N - 1 ? load(row + j * kLanes) : load_some(row + j * kLanes, last);
   };
   // Even rows and odd ones, so that sums do not wait for each other.
@@ -109,46 +112,49 @@ void pass(const Token& token, int64_t key, const float* from, int64_t from_strid
     ATOM_UNROLL for (int j = 0; j < N; ++j) {
       const vfloat s = fma(k, error[j], read(from + r * from_stride, j) * decay);
       sums[j] = fma(q, s, sums[j]);
-      float* const at = to + r * to_stride + j * kLanes;
-      if (Whole || j < N - 1) store(at, s); else store_some(at, s, last);
+      S* const at = to + r * to_stride + j * kLanes;
+      if (Whole || j < N - 1) store_rounded(at, s); else store_rounded_some(at, s, last);
     }
   }
   ATOM_UNROLL for (int j = 0; j < N; ++j) store(out + j * kLanes, sums[j]);
 }
 
-using Pass = void (*)(const Token&, int64_t, const float*, int64_t, float*, int64_t, int64_t,
-                      const float*, float*, Ahead);
+template <class S>
+using Pass = void (*)(const Token&, int64_t, const S*, int64_t, S*, int64_t, int64_t, const float*,
+                      float*, Ahead);
 
-Pass pass_of(int64_t columns) {
+template <class S>
+Pass<S> pass_of(int64_t columns) {
   static_assert(kTileVectors == 4);
-  static constexpr Pass passes[4][2] = {{pass<1, false>, pass<1, true>},
-                                        {pass<2, false>, pass<2, true>},
-                                        {pass<3, false>, pass<3, true>},
-                                        {pass<4, false>, pass<4, true>}};
+  static constexpr Pass<S> passes[4][2] = {{pass<1, false, S>, pass<1, true, S>},
+                                           {pass<2, false, S>, pass<2, true, S>},
+                                           {pass<3, false, S>, pass<3, true, S>},
+                                           {pass<4, false, S>, pass<4, true, S>}};
   return passes[(columns - 1) / kLanes][columns % kLanes == 0];
 }
 
 // Tiles first .. last of a head's state, for all tokens of a sequence. has_next: the state that lies
 // behind it comes next.
-template <class T>
+template <class T, class S>
 void run_head(const DeltaArgs& a, const Span& span, int64_t head, int64_t first, int64_t last, bool has_next) {
   static thread_local Scratch scratch;
   const int64_t key = padded(a.key), numbers = a.key * a.value, tile_size = a.key * kTileColumns;
   const int64_t tiles = (a.value + kTileColumns - 1) / kTileColumns;
   struct Memory {
-    float *tokens, *v, *out, *tiles;
+    float *tokens, *v, *out;
+    S* tiles;
   };
   const Memory m = carve(scratch, [&](Arena& arena) {
     return Memory{arena.take<float>(kChunk * 4 * key), arena.take<float>(kTileColumns),
                   arena.take<float>(kTileColumns),
-                  arena.take<float>((last - first) * tile_size)};
+                  arena.take<S>((last - first) * tile_size)};
   });
   const auto version = [&](int64_t position) {
     const int64_t at = span.row * a.versions + position % a.versions;
-    return a.states + (at * a.heads + head) * numbers;
+    return static_cast<S*>(a.states) + (at * a.heads + head) * numbers;
   };
   const int64_t first_kept = span.count - a.versions;
-  if (span.start == 0) std::fill(m.tiles, m.tiles + (last - first) * tile_size, 0.0f);
+  if (span.start == 0) std::fill(m.tiles, m.tiles + (last - first) * tile_size, S{});
   for (int64_t begin = 0; begin < span.count; begin += kChunk) {
     const int64_t count = std::min(kChunk, span.count - begin);
     Token tokens[kChunk];
@@ -160,21 +166,21 @@ void run_head(const DeltaArgs& a, const Span& span, int64_t head, int64_t first,
     for (int64_t tile = first; tile < last; ++tile) {
       const int64_t column = tile * kTileColumns;
       const int64_t columns = std::min(kTileColumns, a.value - column);
-      const Pass pass = pass_of(columns);
-      float* const own = m.tiles + (tile - first) * tile_size;
+      const Pass<S> pass = pass_of<S>(columns);
+      S* const own = m.tiles + (tile - first) * tile_size;
       for (int64_t t = begin; t < begin + count; ++t) {
         const bool from_own = t == 0 ? span.start == 0 : t - 1 < first_kept;
         const bool to_own = t < first_kept;
-        const float* const from = from_own ? own : version(span.start + t - 1) + column;
-        float* const to = to_own ? own : version(span.start + t) + column;
+        const S* const from = from_own ? own : version(span.start + t - 1) + column;
+        S* const to = to_own ? own : version(span.start + t) + column;
         const int64_t at = ((span.begin + t) * a.heads + head) * a.value + column;
         const T* const v = static_cast<const T*>(a.v) + (span.begin + t) * a.v_stride +
                            head * a.value + column;
         for (int64_t i = 0; i < columns; i += kLanes) store(m.v + i, load_some(v + i, columns - i));
         // Of the next head's state, which follows; a pass fetches once for each row.
         const bool fetches = has_next && t == 0 && !from_own;
-        const int64_t step = fetches ? share_of(numbers * sizeof(float), 1, tiles * a.key) : 0;
-        const Ahead ahead{from - column + numbers + step / sizeof(float) * a.key * tile, step};
+        const int64_t step = fetches ? share_of(numbers * sizeof(S), 1, tiles * a.key) : 0;
+        const Ahead ahead{from - column + numbers + step / sizeof(S) * a.key * tile, step};
         pass(tokens[t - begin], a.key, from, from_own ? kTileColumns : a.value, to,
              to_own ? kTileColumns : a.value, columns, m.v, m.out, ahead);
         T* const out = static_cast<T*>(a.out) + at;
@@ -187,7 +193,7 @@ void run_head(const DeltaArgs& a, const Span& span, int64_t head, int64_t first,
 }
 
 // 0, or 1 + the sequence whose numbers cannot be.
-template <class T>
+template <class T, class S>
 int64_t delta_rule(const DeltaArgs& a) {
   const Sequences& all = a.sequences;
   if (const int64_t wrong = wrong_sequence(all)) return wrong;
@@ -203,7 +209,7 @@ int64_t delta_rule(const DeltaArgs& a) {
       const int64_t pair = task / groups, group = task % groups;
       const Span span(all, pair / a.heads);
       const int64_t first = tiles * group / groups, last = tiles * (group + 1) / groups;
-      run_head<T>(a, span, pair % a.heads, first, last, hand.has_next());
+      run_head<T, S>(a, span, pair % a.heads, first, last, hand.has_next());
     }
   });
   for (int64_t s = 0; s < all.count; ++s) {
@@ -219,7 +225,8 @@ int64_t delta_rule(const DeltaArgs& a) {
 
 #define ATOM_DEFINE(type, name)                                              \
   ATOM_EXPORT int64_t atom_delta_rule_##name(const atom::DeltaArgs* args) {  \
-    return atom::delta_rule<type>(*args);                                    \
+    return args->half_states ? atom::delta_rule<type, atom::bfloat16>(*args) \
+                             : atom::delta_rule<type, float>(*args);         \
   }
 
 ATOM_DEFINE(float, float32)
