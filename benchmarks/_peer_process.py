@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from _peer_setup import ENVIRONMENTS
+from _peer_setup import ENVIRONMENTS, HYBRID
 
 from atom.model_loader.locate import embedded_model
 
@@ -30,6 +30,7 @@ class Peer:
     model: its path, given the home folder; None is the embedded one.
     options: of the engine besides.
     fallback: those with which it starts when it crashes with `options`.
+    family: what else it can be compared with.
     """
 
     name: str
@@ -38,6 +39,12 @@ class Peer:
     model: Callable[[Path], Path | None]
     options: dict[str, Any]
     fallback: dict[str, Any] | None = None
+    family: str = "smollm2"
+
+    def is_rival(self, other: Peer) -> bool:
+        """Whether the other is of another project, with as many bits of the same model."""
+        same = (self.bits, self.family) == (other.bits, other.family)
+        return same and self.engine != other.engine
 
 
 def _ours(bits: int, model: str | None, **options: Any) -> list[Peer]:
@@ -52,6 +59,15 @@ def _ours(bits: int, model: str | None, **options: Any) -> list[Peer]:
 
 def _theirs(engine: str, bits: int, file: str) -> Peer:
     return Peer(f"{engine}-{bits}", engine, bits, lambda home: home / file, {})
+
+
+def _hybrid(**options: Any) -> Peer:
+    """The file of random weights, with the inputs of products in so many bits as by default, or as
+    `activations` says.
+    """
+    name = "-".join(("atom-hybrid", *options.values()))
+    given = {**options, "speculates": False}
+    return Peer(name, "atom", 8, lambda home: home / HYBRID, given, family="hybrid")
 
 
 def _llama_cpp(bits: int, model: Callable[[Path], Path]) -> Peer:
@@ -74,7 +90,11 @@ _ALL = [
     _theirs("openvino", 8, "ov_int8"),
     _theirs("openvino", 4, "ov_int4"),
 ]
-PEERS = {peer.name: peer for peer in _ALL}
+_THEIRS = replace(
+    _llama_cpp(8, lambda home: home / HYBRID), name="llama.cpp-hybrid", family="hybrid"
+)
+USUAL = [peer.name for peer in _ALL]
+PEERS = {peer.name: peer for peer in (*_ALL, _hybrid(), _hybrid(activations="int8"), _THEIRS)}
 # Reads memory and computes nothing.
 PROBE = Peer("bandwidth", "bandwidth", 0, lambda _: None, {})
 

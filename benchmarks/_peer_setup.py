@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from _hybrid_gguf import copy_fields, write_hybrid_gguf
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 
 from atom.model_loader.gguf.convert import converted_folder
@@ -62,6 +63,8 @@ _GGUF_TYPES = {
     "bf16": (GGMLQuantizationType.BF16, 32),
     "q8_0": (GGMLQuantizationType.Q8_0, 7),
 }
+# A file with recurrent states, in the home folder.
+HYBRID = "qwen3-next-200m-q8_0.gguf"
 _OPENVINO_FORMATS = {
     "fp16": (),
     "int8": (),
@@ -92,6 +95,9 @@ def set_up(home: Path, engines: Sequence[str], packages: Mapping[str, Sequence[s
             if not (path := home / f"smollm2-{name}.gguf").exists():
                 _say(f"the model in {path}")
                 write_gguf(embedded_model(), path, name)
+        if not (path := home / HYBRID).exists():
+            _say(f"the model in {path}")
+            write_hybrid_gguf(path)
     if "openvino" in engines:
         for name in _OPENVINO_FORMATS:
             _export_openvino(home, name)
@@ -126,10 +132,8 @@ def write_gguf(source: Path, target: Path, name: str) -> None:
     reader = GGUFReader(source)
     temporary = target.with_suffix(".part")
     writer = GGUFWriter(temporary, str(reader.fields["general.architecture"].contents()))
-    for key, value in reader.fields.items():
-        if not key.startswith("GGUF.") and key not in ("general.architecture", "general.file_type"):
-            inner = value.types[-1] if value.types[0] == GGUFValueType.ARRAY else None
-            writer.add_key_value(key, value.contents(), value.types[0], sub_type=inner)
+    own = "GGUF.", "general.architecture", "general.file_type"
+    copy_fields(reader, writer, lambda key: not key.startswith(own))
     writer.add_file_type(file_type)
     for tensor in reader.tensors:
         numbers = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)

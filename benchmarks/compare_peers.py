@@ -3,6 +3,7 @@
 python benchmarks/compare_peers.py setup --home DIR        # 15 minutes and 6 GB
 python benchmarks/compare_peers.py run --home DIR --seconds 900 --with-neighbour
 python benchmarks/compare_peers.py run --home DIR --only atom-4 llama.cpp-4 --prompts gsm8k.jsonl
+python benchmarks/compare_peers.py run --home DIR --only atom-hybrid llama.cpp-hybrid
 
 `setup` makes an environment for each peer and exports the embedded model for it. `run` starts one
 process an engine; they take turns on the same tokens, a bandwidth probe between. Decode speed is
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from _cpu_facts import cpu_features
-from _peer_process import PEERS, PROBE, Peer, Worker
+from _peer_process import PEERS, PROBE, USUAL, Peer, Worker
 from _peer_setup import ENVIRONMENTS, set_up
 from _quiet import OtherWork, neighbour
 
@@ -154,7 +155,7 @@ def rows(found: Found, peers: Sequence[Peer], cases: Sequence[str]) -> list[dict
     for peer in peers:
         row: dict[str, Any] = {"engine": peer.name, "bits": peer.bits, "speeds": medians[peer.name]}
         if peer.engine == "atom":
-            rivals = [p.name for p in peers if p.engine != "atom" and p.bits == peer.bits]
+            rivals = [p.name for p in peers if peer.is_rival(p)]
             row["ratios"] = {
                 case: speed / best
                 for case, speed in row["speeds"].items()
@@ -207,7 +208,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "openvino-genai 'optimum-intel[openvino]'",
     )  # fmt: skip
     run = commands.add_parser("run", help="measure")
-    run.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS))
+    run.add_argument(
+        "--only", nargs="+", choices=PEERS, default=USUAL,
+        help="all on the embedded model; those on a hybrid one, with random weights, only by name",
+    )  # fmt: skip
     run.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     run.add_argument("--seconds", type=float, default=600, help="begin no round later (600)")
     run.add_argument(

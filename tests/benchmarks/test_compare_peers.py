@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
+import transformers
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from models.harness import ModelBench
 from patience import wait_until
 
 Module = Callable[[str], Any]
@@ -166,6 +169,54 @@ def test_numbers_of_a_file_are_rounded(
 
     np.testing.assert_allclose(dequantize(up.data, up.tensor_type), matrix, atol=0.01)
     np.testing.assert_array_equal(norm.data, matrix[0])
+
+
+def test_a_hybrid_file_is_the_checkpoint(
+    benchmark_module: Module,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    byte_level_tokenizer: transformers.PreTrainedTokenizerFast,
+) -> None:
+    """But for the rounding of matrices, and with another tokenizer than the embedded one."""
+    hybrid = benchmark_module("_hybrid_gguf")
+    byte_level_tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(hybrid, "GGUFReader", lambda _: Namespace(fields={}))
+    monkeypatch.setattr(hybrid, "_KIND", GGMLQuantizationType.F32)
+    config = transformers.Qwen3NextConfig(
+        vocab_size=256,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        num_experts=3,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+        tie_word_embeddings=True,
+    )
+    monkeypatch.setattr(hybrid, "SHAPES", {hybrid._SHAPE: lambda: config})
+    hybrid.write_hybrid_gguf(tmp_path / "a.gguf")
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tokens = [5, 100, 7, 7, 250, 31]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    bench = ModelBench(tmp_path / "a.gguf", num_blocks=4, tokenizer=str(tmp_path))
+    torch.testing.assert_close(bench.run(tokens, [5, 1]), expected, atol=1e-4, rtol=0)
+
+
+def test_hybrids_are_compared_with_each_other(benchmark_module: Module) -> None:
+    peers = benchmark_module("_peer_process").PEERS
+    assert peers["atom-hybrid-int8"].is_rival(peers["llama.cpp-hybrid"])
+    assert peers["atom-8"].is_rival(peers["llama.cpp-8"])
+    assert not peers["atom-8"].is_rival(peers["llama.cpp-hybrid"])
+    assert peers["atom-hybrid-int8"].options == {"activations": "int8", "speculates": False}
+    assert not any("hybrid" in name for name in benchmark_module("compare_peers").USUAL)
 
 
 def test_setup_keeps_what_is_there(
