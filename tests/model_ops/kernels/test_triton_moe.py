@@ -31,7 +31,7 @@ ROUTINGS = {
     "kimi": Routing(384, 8, "sigmoid", 1, 1, "top2_sum", True, 2.827),
     "v3": Routing(256, 8, "sigmoid", 8, 4, "top2_sum", True, 2.5),
     "v2": Routing(160, 6, "softmax", 8, 3, "max", False, 16.0),
-    "widest": Routing(512, 16, "softmax", renormalize=True),
+    "widest": Routing(1024, 16, "softmax", renormalize=True),
     "odd groups": Routing(21, 5, "sigmoid", 7, 3, "top2_sum"),
     "every group": Routing(12, 3, "softmax", 3, 3, "max"),
     "smallest": Routing(2, 1, "softmax"),
@@ -128,11 +128,11 @@ class TestRouting:
         def query(dtype: torch.dtype, experts: int, top_k: int) -> OpQuery:
             return OpQuery(cpu_platform(), dtype, {"num_experts": experts, "top_k": top_k})
 
-        assert refuses(query(torch.float32, 512, 16)) is None
-        assert align_module.refuses(query(torch.bfloat16, 512, 16)) is None
+        assert refuses(query(torch.float32, 1024, 16)) is None
+        assert align_module.refuses(query(torch.bfloat16, 1024, 16)) is None
         assert "float16" in str(refuses(query(torch.float16, 8, 2)))
-        assert "513" in str(refuses(query(torch.float32, 513, 2)))
-        assert "513" in str(align_module.refuses(query(torch.bfloat16, 513, 2)))
+        assert "1025" in str(refuses(query(torch.float32, 1025, 2)))
+        assert "1025" in str(align_module.refuses(query(torch.bfloat16, 1025, 2)))
         assert "17" in str(refuses(query(torch.float32, 64, 17)))
 
 
@@ -170,7 +170,7 @@ class TestAlignment:
         self.check(torch.full((35, 1), 3, device=device), 6, 16)
 
     def test_the_last_expert_of_many(self, device: torch.device) -> None:
-        self.check(torch.tensor([[39, 7, 12]], device=device), 40, 16)
+        self.check(torch.tensor([[512, 7, 300]], device=device), 513, 16)
 
     @settings(max_examples=50)
     @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.sampled_from([4, 16, 64]))
@@ -397,7 +397,7 @@ def test_tiles_share_what_decides_the_order_of_sums() -> None:
             assert kind != "cuda" or all(tile.block_n >= 64 for tile in tiles)
 
 
-@pytest.mark.parametrize("num_experts", [1, 8, 17, 32, 34, 64, 160, 385, 512])
+@pytest.mark.parametrize("num_experts", [1, 8, 17, 32, 34, 64, 160, 385, 512, 896])
 def test_no_kernel_is_for_a_few_numbers_of_tokens_alone(num_experts: int) -> None:
     """The engine's warm-up tries some, each at most twice the one before."""
     served: dict[tuple[int, int], list[int]] = {}

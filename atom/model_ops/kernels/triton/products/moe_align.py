@@ -10,7 +10,7 @@ import triton.language as tl
 
 from atom.model_ops.registry import OpQuery
 
-_MAX_EXPERTS = 512
+_MAX_EXPERTS = 1024
 _CHUNKS = (64, 256, 1024, 4096)
 # The smallest blocks are for up to so many pairs for each expert.
 _FEW, _FEW_PAIRS = 16, 8
