@@ -1,4 +1,7 @@
-"""Latent attention of Kimi-K2.5 and DeepSeek-V3: 8 heads of one rank of eight, and all 128."""
+"""Latent attention of Kimi-K2.5 and DeepSeek-V3: 8 heads of one rank of eight, and all 128.
+
+So many, 8 of 64, has Kimi-K3's draft, too.
+"""
 
 from __future__ import annotations
 
@@ -65,14 +68,15 @@ def _decode_case(
     dtype: torch.dtype = torch.bfloat16,
     *,
     padded: bool = False,
+    is_block: bool = False,
 ) -> Case:
+    op = "mla_block_attention" if is_block else "mla_decode"
     name = storage if isinstance(storage, str) else str(storage).removeprefix("torch.")
     metadata = decode_metadata(seqs, queries, 8192, block_size, padded=padded)
     has_warp_groups = storage is _BF16 and block_size == 64
     return Case(
-        f"mla_decode/{seqs}x{queries}-heads{heads}-block{block_size}-{name}"
-        f"{'-padded' if padded else ''}",
-        "mla_decode",
+        f"{op}/{seqs}x{queries}-heads{heads}-block{block_size}-{name}{'-padded' if padded else ''}",
+        op,
         lambda query: latent_arguments(query, metadata),
         latent_shape(heads, block_size),
         dtype=dtype,
@@ -203,6 +207,8 @@ CASES = (
     _decode_case(128, 16, "fp8", 4, 1),
     _decode_case(128, 64, "fp8", 4, 1),
     _decode_case(8, 64, torch.float32, 4, 1, torch.float32),
+    # A block of eight drafts.
+    _decode_case(8, 64, _BF16, 4, 8, is_block=True),
     # So many programs that nothing is split.
     _decode_case(8, 64, _BF16, 500, 1),
     _prefill_case(8, 64, _BF16, 256, 8192),  # split

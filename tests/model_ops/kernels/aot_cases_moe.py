@@ -1,4 +1,6 @@
-"""Mixtures of experts: Kimi-K2.5 at TP8 and DeepSeek-V2-Lite, from one token to a long prefill."""
+"""Mixtures of experts: Kimi-K2.5 and K3 at TP8, and DeepSeek-V2-Lite, from one token to a long
+prefill.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from atom.model_ops.registry import Implementation, OpQuery
 from atom.model_ops.routing import Routing
 
 KIMI_ROUTING = Routing(384, 8, "sigmoid", 1, 1, "top2_sum", True, 2.827)
+K3_ROUTING = Routing(896, 16, "sigmoid", 1, 1, "top2_sum", True, 2.827)
 V3_ROUTING = Routing(256, 8, "sigmoid", 8, 4, "top2_sum", True, 2.5)
 LITE_ROUTING = Routing(64, 6, "softmax")
 
@@ -29,6 +32,12 @@ class Experts:
     inter: int
     elsewhere: int = 0
 
+    @property
+    def shape(self) -> dict[str, int]:
+        """Of a query."""
+        sizes = {"hidden_size": self.hidden, "intermediate_size": self.inter}
+        return {"num_experts": self.experts, **sizes}
+
     def arguments(self, query: OpQuery, num_tokens: int) -> tuple[object, ...]:
         # Weights of a real size are never touched, hence cost no memory.
         return (
@@ -43,6 +52,10 @@ class Experts:
 
 KIMI_TP8 = Experts(384, 8, 7168, 256)
 KIMI_EP8 = Experts(48, 8, 7168, 2048, elsewhere=336)
+# Of its latent rows.
+K3_TP8 = Experts(896, 16, 3584, 384)
+# Kimi-K3's gate.
+SITU = (4.0, 25.0)
 LITE = Experts(64, 6, 2048, 1408)
 LITE_TP8 = Experts(64, 6, 2048, 176)
 
@@ -59,19 +72,24 @@ def _route(name: str, routing: Routing, biased: bool) -> Case:
 def _experts(
     name: str, sizes: Experts, num_tokens: int, dtype: torch.dtype = torch.bfloat16
 ) -> Case:
-    shape = {
-        "num_experts": sizes.experts,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.inter,
-    }
     return Case(
         f"moe_experts/{name} of {num_tokens}",
         "moe_experts",
         lambda query: sizes.arguments(query, num_tokens),
-        shape,
+        sizes.shape,
         dtype=dtype,
         matrix=("_grouped_product", "_grouped_product#2") if dtype != torch.float32 else (),
         hands_over=("_grouped_product",) if num_tokens == 1 else (),
+    )
+
+
+def _situ_experts(num_tokens: int) -> Case:
+    return Case(
+        f"situ_experts/kimi k3 tp8 of {num_tokens}",
+        "situ_experts",
+        lambda query: (*K3_TP8.arguments(query, num_tokens), *SITU),
+        K3_TP8.shape,
+        matrix=("_grouped_product", "_grouped_product#2"),
     )
 
 
@@ -98,10 +116,12 @@ CASES: tuple[Case, ...] = (
     _align(16, 513, 515, 1024),
     _route("kimi", KIMI_ROUTING, True),
     _route("kimi with its shared expert", replace(KIMI_ROUTING, has_shared=True), True),
+    _route("kimi k3", K3_ROUTING, True),
     _route("deepseek v3", V3_ROUTING, True),
     _route("deepseek v2 lite", LITE_ROUTING, False),
     *(_experts("kimi tp8", KIMI_TP8, tokens) for tokens in (1, 64, 1024, 8192)),
     _experts("kimi ep8", KIMI_EP8, 64),
+    *(_situ_experts(tokens) for tokens in (64, 8192)),
     *(_experts("deepseek v2 lite", LITE, tokens) for tokens in (64, 2048)),
     _experts("deepseek v2 lite tp8", LITE_TP8, 64),
     _experts("deepseek v2 lite float16", LITE, 512, torch.float16),

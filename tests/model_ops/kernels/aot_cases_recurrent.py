@@ -46,7 +46,9 @@ def _conv(channels: int, padded: bool) -> Case:
     return Case(name, "causal_conv", prompt, {"taps": 4})
 
 
-def _delta(heads: tuple[int, int], decays: int, padded: bool = False) -> Case:
+def _delta(
+    heads: tuple[int, int], decays: int, padded: bool = False, stored: torch.dtype = FP32
+) -> Case:
     key_heads, value_heads = heads
 
     def of(sequences: int, queries: int) -> Arguments:
@@ -56,7 +58,7 @@ def _delta(heads: tuple[int, int], decays: int, padded: bool = False) -> Case:
             q, k, v = both.split([key_heads * 128, key_heads * 128, value_heads * 128], dim=1)
             by_key = tokens, key_heads, 128
             decay, beta = torch.empty(tokens, value_heads, decays), torch.empty(tokens, value_heads)
-            states = pool((65, 4, value_heads, 128, 128), FP32)
+            states = pool((65, 4, value_heads, 128, 128), stored)
             v = v.view(tokens, value_heads, 128)
             metadata = _metadata(sequences, queries, padded)
             return q.view(by_key), k.view(by_key), v, decay, beta, states, metadata
@@ -66,6 +68,7 @@ def _delta(heads: tuple[int, int], decays: int, padded: bool = False) -> Case:
     shape = {"num_key_heads": key_heads, "num_heads": value_heads}
     shape |= {"key_dim": 128, "value_dim": 128}
     name = f"delta_rule/{key_heads} {value_heads} {decays}{' padded' if padded else ''}"
+    name += f" {stored}" if stored is not FP32 else ""
     first, *others = (of(*batch) for batch in BATCHES)
     return Case(name, "delta_rule", first, shape, batches=tuple(others))
 
@@ -103,6 +106,7 @@ CASES: tuple[Case, ...] = (
     _delta((16, 32), 1),
     _delta((32, 32), 128),
     _delta((12, 12), 128, padded=True),
+    _delta((16, 32), 1, stored=BF16),
     _gates(32, 1),
     _gates(32, 128),
     _gates(12, 128),
