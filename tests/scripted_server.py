@@ -27,7 +27,7 @@ from atom.messages import (
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import AsyncEngine
 from atom.model_engine.processes import wire
-from atom.multimodal.processors.base import ImageProcessor
+from atom.multimodal.processors.base import ImageProcessor, VideoProcessor
 from atom.sampling_params import SamplingParams
 
 HEARTBEAT_SECONDS = 1.0
@@ -135,8 +135,10 @@ class ScriptedServer:
         synthetic_acceptance_length: float | None = None,
         engine_options: Mapping[str, Any] | None = None,
         image_processor: ImageProcessor | None = None,
+        video_processor: VideoProcessor | None = None,
     ) -> None:
         self.image_processor = image_processor
+        self.video_processor = video_processor
         self._engine_config = engine_config(**(engine_options or {}))
         self._tokenizer = tokenizer
         self._synthetic_acceptance_length = synthetic_acceptance_length
@@ -208,6 +210,7 @@ class ScriptedServer:
                 observer,
                 sampling_defaults=self._sampling_defaults,
                 image_processor=self.image_processor,
+                video_processor=self.video_processor,
             )
             app = create_app(engine, self._options, metrics)
             config = uvicorn.Config(

@@ -34,8 +34,8 @@ from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer
 from atom.model_loader.tokenizers.tokenizer import load_text_tokenizer
-from atom.multimodal.processors.base import ImageProcessor
-from atom.multimodal.processors.table import create_image_processor
+from atom.multimodal.processors.base import ImageProcessor, VideoProcessor
+from atom.multimodal.processors.table import create_image_processor, create_video_processor
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
@@ -102,7 +102,7 @@ class AsyncEngine:
         model_type: of the model's config.
         sampling_defaults: the model's, for requests that do not give their own.
         vocabulary: text and bytes of single tokens.
-        image_processor: the model's; None if it reads no images.
+        image_processor, video_processor: the model's; None if it reads no images, or no videos.
     """
 
     def __init__(
@@ -117,9 +117,11 @@ class AsyncEngine:
         observer: EngineObserver | None,
         sampling_defaults: Mapping[str, Any] | None = None,
         image_processor: ImageProcessor | None = None,
+        video_processor: VideoProcessor | None = None,
     ) -> None:
         self.config = config
         self.image_processor = image_processor
+        self.video_processor = video_processor
         self.limits = common_limits([ready.limits for _, ready in engines])
         self.model_name = model_name
         self.model_type = model_type
@@ -195,6 +197,7 @@ class AsyncEngine:
             observer,
             source.sampling_defaults,
             create_image_processor(source, config.model, tokenizer),
+            create_video_processor(source, config.model, tokenizer),
         )
 
     @property

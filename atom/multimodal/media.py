@@ -110,7 +110,10 @@ class MediaLoader:
             raise MediaError(f"fps should be in [0.01, 1000], got {source.fps}")
         frames: list[Image] = []
         for reference in _frames_of(source.frames):
-            frame = self.load(reference)
+            try:
+                frame = self.load(reference)
+            except MediaError as error:
+                raise MediaError(f"frame {len(frames) + 1}: {error}") from None
             if frame.size != (frames[0] if frames else frame).size:
                 raise MediaError(
                     f"frame {len(frames) + 1} of a video has {frame.width} by {frame.height} "
@@ -241,6 +244,9 @@ def check_video_url(url: str) -> None:
 def _frames_of(given: Any) -> Iterable[Any]:
     if isinstance(given, str):
         check_video_url(given)
+        # Counted before it is split: commas alone would be millions of frames.
+        if (count := given.count(",")) > _MOST_FRAMES:
+            raise MediaError(f"a video of {count} frames; at most {_MOST_FRAMES} are read")
         parts = given[len(_VIDEO_HEAD) :].split(",")
         return (f"data:image/jpeg;base64,{part}" for part in parts)
     if getattr(given, "ndim", None) == 4 or (

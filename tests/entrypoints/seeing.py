@@ -10,22 +10,23 @@ from multimodal import vision_checkpoints
 from PIL.Image import Image
 from transformers import PreTrainedTokenizerFast
 
-from atom.multimodal.items import ImageItem
+from atom.multimodal.items import ImageItem, Video
 
-PLACEHOLDER = "<|picture|>"
+PLACEHOLDER, FILM = "<|picture|>", "<|film|>"
 SCRIPTED_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:"
     "{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|picture|>{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}<|picture|>{% elif part.type == 'video' %}<|film|>"
+    "{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
 )
 
 
 def scripted_tokenizer(byte_level_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """With the placeholder of images."""
+    """With the placeholders of images and videos."""
     tokenizer = copy.deepcopy(byte_level_tokenizer)
-    tokenizer.add_special_tokens({"additional_special_tokens": [PLACEHOLDER]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [PLACEHOLDER, FILM]})
     return tokenizer
 
 
@@ -44,6 +45,21 @@ class Columns:
         tokens = [self.placeholder_id] * image.width
         scale = (0.0, 0.0, 0.0), (255.0, 255.0, 255.0)
         return ImageItem.of(pixels, image.size, *scale, tokens, [(0, image.width)])
+
+
+class Films:
+    """A processor that makes a token of each frame."""
+
+    def __init__(self, placeholder_id: int) -> None:
+        self.placeholder_id = placeholder_id
+        self.videos: list[Video] = []
+
+    def process(self, video: Video) -> ImageItem:
+        self.videos.append(video)
+        pixels = np.stack([np.asarray(frame) for frame in video.frames]).transpose(0, 3, 1, 2)
+        count, scale = len(video.frames), ((0.0, 0.0, 0.0), (255.0, 255.0, 255.0))
+        tokens = [self.placeholder_id] * count
+        return ImageItem.of(pixels, (count,), *scale, tokens, [(0, count)], is_video=True)
 
 
 TEMPLATE = (

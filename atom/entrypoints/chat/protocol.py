@@ -280,17 +280,37 @@ class ImagePart(ApiModel):
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
 
+class VideoUrl(ApiModel):
+    url: str
+
+
+class VideoPart(ApiModel):
+    """A video by a URL that holds its frames, `fps` of them a second (2 when left out)."""
+
+    type: Literal["video_url"]
+    video_url: Annotated[
+        Annotated[str, Tag("<string>")] | Annotated[VideoUrl, Tag("<object>")],
+        Discriminator(object_or_string),
+    ]
+    fps: float | None = None
+
+    @property
+    def url(self) -> str:
+        return self.video_url if isinstance(self.video_url, str) else self.video_url.url
+
+
 ContentParts = Annotated[
     list[
         Annotated[
             Annotated[TextPart, Tag("<text>")]
             | Annotated[RefusalPart, Tag("<refusal>")]
-            | Annotated[ImagePart, Tag("<image_url>")],
+            | Annotated[ImagePart, Tag("<image_url>")]
+            | Annotated[VideoPart, Tag("<video_url>")],
             Discriminator(
                 kind_of("<text>"),
                 custom_error_type=UNSUPPORTED_CONTENT,
-                custom_error_message="only parts of type text, image_url and refusal are supported "
-                "here",
+                custom_error_message="only parts of type text, image_url, video_url and refusal "
+                "are supported here",
             ),
         ]
     ],
@@ -302,11 +322,11 @@ Content = Annotated[
 ]
 
 
-def text_of(content: str | Sequence[TextPart | RefusalPart | ImagePart] | None) -> str:
-    """A message's text, without its images."""
+def text_of(content: str | Sequence[TextPart | RefusalPart | ImagePart | VideoPart] | None) -> str:
+    """A message's text, without its images and videos."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part.text for part in content if not isinstance(part, ImagePart))
+    return "".join(part.text for part in content if isinstance(part, (TextPart, RefusalPart)))
 
 
 class FunctionDefinition(ApiModel):

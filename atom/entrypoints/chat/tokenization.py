@@ -8,9 +8,9 @@ from typing import Any
 import jinja2
 
 from atom.entrypoints.chat.image_marks import mark_of, without_marks
-from atom.entrypoints.chat.images import ImageReader
+from atom.entrypoints.chat.images import ImageReader, kind_of
 from atom.entrypoints.chat.prompt import Prompt
-from atom.entrypoints.chat.protocol import ChatMessage, ChatPrompt, ImagePart
+from atom.entrypoints.chat.protocol import ChatMessage, ChatPrompt, ImagePart, VideoPart
 from atom.entrypoints.chat.template import ChatTemplate, ChatTemplates, MessageError
 from atom.entrypoints.http.errors import ApiError, ContextExceededError, bad_request
 from atom.entrypoints.http.json_budget import JsonBudget
@@ -20,6 +20,7 @@ from atom.entrypoints.parsing.tool_parsers import GENERIC
 from atom.entrypoints.server_options import OptionError
 from atom.messages import ContextLengthError
 from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer
+from atom.multimodal.media import DEFAULT_FPS, VideoSource
 from atom.quoting import excerpt
 from atom.text.control_tokens import ControlTokens
 
@@ -60,7 +61,7 @@ class PromptEncoder:
     Args:
         tool_format: how tools and calls are told where the template knows none.
         sanitize_control_tokens: special tokens that chats spell stay text.
-        images: reads those of prompts; None where the model reads none.
+        images: reads those of prompts, and videos; None where the model reads none.
     """
 
     def __init__(
@@ -102,27 +103,32 @@ class PromptEncoder:
 
     @property
     def reads_images(self) -> bool:
+        """Whether it reads images or videos."""
         return self._images is not None
 
-    def with_images(self, prompt: Prompt, urls: Sequence[str], param: str) -> Prompt:
-        """The prompt with the tokens of its images, which are read first.
+    @property
+    def input_modalities(self) -> list[str]:
+        return ["text", *([] if self._images is None else self._images.kinds)]
+
+    def with_images(self, prompt: Prompt, given: Sequence[str | VideoSource], param: str) -> Prompt:
+        """The prompt with the tokens of its images and videos, which are read first.
 
         Args:
-            urls: of the images, in the order of their placeholders.
+            given: URLs of images, and videos, in the order of their placeholders.
             param: the request's field that has them.
 
         Raises:
             ApiError: 400 for images that cannot be read, or where the model reads none.
         """
-        if not urls:
+        if not given:
             return prompt
         if self._images is None:
             raise bad_request(
-                f"{param} hold images, and this model reads none; send text alone",
+                f"{param} hold {kind_of(given[0])}s, and this model reads none; send text alone",
                 param,
                 UNSUPPORTED_CONTENT,
             )
-        return self._images.read(prompt, urls, param)
+        return self._images.read(prompt, given, param)
 
     def encode_chat(
         self, chat: ChatPrompt, *, add_special_tokens: bool, with_tools: bool = True
@@ -148,15 +154,15 @@ class PromptEncoder:
         if len(chat.messages) > self._max_model_len:
             raise self._too_long(len(chat.messages), "messages")
         _check_partial(chat.messages)
-        urls: list[str] = []
-        messages = [_plain(message, urls) for message in chat.messages]
+        media: list[str | VideoSource] = []
+        messages = [_plain(message, media) for message in chat.messages]
         self._check_length(sum(len(m["content"] or "") for m in messages), "messages")
         rendered, order = self._render(template, messages, chat, tools)
         self._check_length(len(rendered), "messages")
         text, token_ids = self._control_tokens.encode(
             rendered, add_special_tokens=add_special_tokens
         )
-        return self.with_images(Prompt(token_ids, text), [urls[i] for i in order], "messages")
+        return self.with_images(Prompt(token_ids, text), [media[i] for i in order], "messages")
 
     def describe(self) -> dict[str, Any]:
         """What clients need who render chats themselves and have their text tokenised here."""
@@ -251,11 +257,15 @@ def _check_partial(messages: list[ChatMessage]) -> None:
             raise bad_request(f"{name}: only the last message, an assistant's, can be", name)
 
 
-def _plain(message: ChatMessage, urls: list[str]) -> dict[str, Any]:
+def _video(part: VideoPart) -> VideoSource:
+    return VideoSource(part.url, DEFAULT_FPS if part.fps is None else part.fps)
+
+
+def _plain(message: ChatMessage, media: list[str | VideoSource]) -> dict[str, Any]:
     """The message as all APIs have it.
 
     Args:
-        urls: takes those of the message's images, for which marks stand.
+        media: takes the message's images and videos, for which marks stand.
     """
     content = message.content
     if isinstance(content, str):
@@ -263,13 +273,14 @@ def _plain(message: ChatMessage, urls: list[str]) -> dict[str, Any]:
     elif content is not None:
         pieces = []
         for part in content:
-            if isinstance(part, ImagePart):
-                if message.role == "assistant":
-                    raise bad_request("messages: an assistant's hold no image_url", "messages")
-                pieces.append(mark_of(len(urls)))
-                urls.append(part.url)
-            else:
+            if not isinstance(part, (ImagePart, VideoPart)):
                 pieces.append(without_marks(part.text))
+                continue
+            if message.role == "assistant":
+                raise bad_request(f"messages: an assistant's hold no {part.type}", "messages")
+            given = _video(part) if isinstance(part, VideoPart) else part.url
+            pieces.append(mark_of(len(media), kind_of(given)))
+            media.append(given)
         content = "".join(pieces)
     return {
         "role": message.role,

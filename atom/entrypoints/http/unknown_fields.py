@@ -124,6 +124,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "input_extra": ([],),
     "lora_path": ("",),
     "lora_request": ({},),
+    "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": ("", []),
     "reasoning": ({},),

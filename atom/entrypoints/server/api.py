@@ -23,7 +23,7 @@ from atom.entrypoints.chat.generation import (
     fingerprint_field,
     respond,
 )
-from atom.entrypoints.chat.images import may_hold_image
+from atom.entrypoints.chat.images import may_hold_media
 from atom.entrypoints.chat.prompt import Prompt
 from atom.entrypoints.chat.protocol import (
     ChatCompletionRequest,
@@ -69,8 +69,8 @@ class Api(BaseApi):
     metrics: ServerMetrics
 
     async def _run(self, data: bytes, work: Callable[[], Result]) -> Result:
-        """In a thread of other ones where images may have to be fetched and decoded."""
-        if self.encoder.reads_images and may_hold_image(data):
+        """In a thread of other ones where images or videos may have to be read and decoded."""
+        if self.encoder.reads_images and may_hold_media(data):
             return await self.image_workers.run_in_thread(work)
         return await super()._run(data, work)
 
@@ -307,8 +307,11 @@ class Api(BaseApi):
 
     def _model_card(self, name: str) -> dict[str, Any]:
         card = self._card(name, self.engine.limits.max_model_len)
-        modalities = ["text", "image"] if self.encoder.reads_images else ["text"]
-        return {**card, "input_modalities": modalities, "speculation": self._speculation()}
+        return {
+            **card,
+            "input_modalities": self.encoder.input_modalities,
+            "speculation": self._speculation(),
+        }
 
     def _speculation(self) -> dict[str, Any] | None:
         """How drafts are proposed; None without speculation."""

@@ -103,8 +103,15 @@ def _create_image_reader(engine: AsyncEngine, options: ServerOptions) -> ImageRe
         loader = MediaLoader(options.media_policy)
     except MediaError as error:
         raise OptionError(f"{engine.model_name} reads images: {error}") from None
-    limits = engine.config.model.max_images, engine.limits.max_model_len
-    return ImageReader(engine.image_processor, loader, *limits)
+    model = engine.config.model
+    return ImageReader(
+        engine.image_processor,
+        loader,
+        model.max_images,
+        engine.limits.max_model_len,
+        engine.video_processor,
+        model.max_videos,
+    )
 
 
 def _add_routes(app: FastAPI, api: Api, *, has_ui: bool) -> None:

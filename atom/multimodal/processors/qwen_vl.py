@@ -163,14 +163,16 @@ class QwenVideoProcessor:
             MediaError: for frames of a shape or number that the model does not take.
         """
         width, height = self._fitting(len(video.frames), *video.frames[0].size)
-        frames = _resized(np.stack([np.asarray(frame) for frame in video.frames]), width, height)
-        missing = -len(frames) % self.depth
-        frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
-        times = len(frames) // self.depth
-        pixels = np.concatenate(
-            [cut(part, self.patch, self.merge) for part in np.split(frames, times)]
-        )
+        times = -(-len(video.frames) // self.depth)
         rows, columns = height // self.patch, width // self.patch
+        # One time after the other: beside the frames there is only what is kept of them.
+        pixels = np.empty((times, rows * columns, self.depth, 3, self.patch, self.patch), np.uint8)
+        for time in range(times):
+            own = video.frames[time * self.depth : (time + 1) * self.depth]
+            frames = [np.asarray(frame) for frame in own]
+            frames += frames[-1:] * (self.depth - len(frames))
+            pixels[time] = cut(_resized(np.stack(frames), width, height), self.patch, self.merge)
+        pixels = pixels.reshape(-1, *pixels.shape[2:])
         what = pixels, (times, rows, columns), self.mean, self.std
         rows, columns = rows // self.merge, columns // self.merge
         count = rows * columns
