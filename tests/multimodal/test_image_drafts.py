@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from multimodal import vision_checkpoints
-from multimodal.test_kimi_images import create, generate, prompts
+from multimodal.test_kimi_images import create, generate, generate_all, prompts
 from multimodal.vision_checkpoints import VisionCheckpoint, picture
 from safetensors.torch import load_file, save_file
 from spec_decode import engines
@@ -110,20 +110,23 @@ def test_eagle_drafts_read_images_if_told_to(
     assert text != image
 
 
-SEEDED = {"temperature": 0.8, "seed": 5}
+SEEDED = {"temperature": 0.8, "seed": 5, "n": 2}
 
 
 @pytest.fixture(scope="module")
-def sampled(kimi: VisionCheckpoint) -> list[list[int]]:
+def sampled(kimi: VisionCheckpoint) -> list[list[list[int]]]:
+    """Two outputs of each prompt, which differ."""
     with create(kimi) as llm:
-        return generate(llm, list(prompts(kimi.placeholder).values()), **SEEDED)
+        outputs = generate_all(llm, list(prompts(kimi.placeholder).values()), **SEEDED)
+    assert all(first != second for first, second in outputs)
+    return outputs
 
 
 @pytest.mark.parametrize("kind", ["mtp", "mha", "mla", "peagle", "dflash", "suffix"])
 def test_sampled_tokens_are_those_without_drafts(
-    kimi: VisionCheckpoint, sampled: list[list[int]], tmp_path: Path, kind: str
+    kimi: VisionCheckpoint, sampled: list[list[list[int]]], tmp_path: Path, kind: str
 ) -> None:
-    """Cold, and from the prefix cache."""
+    """All outputs, cold, and from the prefix cache."""
     speculation: dict[str, Any] = {"method": kind, "num_speculative_tokens": 3}
     if kind in engines.EAGLE_DRAFTS:
         speculation = eagle(kind, kimi, tmp_path, draft_image_embeddings=True)
@@ -132,7 +135,8 @@ def test_sampled_tokens_are_those_without_drafts(
         speculation["draft_model"] = str(engines.write_draft(kind, tmp_path, vocab_size))
     with create(kimi, max_num_batched_tokens=12, **speculation) as llm:
         for _ in range(2):
-            assert generate(llm, list(prompts(kimi.placeholder).values()), **SEEDED) == sampled
+            given = list(prompts(kimi.placeholder).values())
+            assert generate_all(llm, given, **SEEDED) == sampled
         assert llm.engine.core.stats.num_draft_steps > 0 or kind == "suffix"
 
 
