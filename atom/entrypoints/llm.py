@@ -29,6 +29,7 @@ from atom.model_engine.arg_utils import choose_draft, engine_config
 from atom.model_engine.llm_engine import LLMEngine
 from atom.model_engine.processes.launched import run_as_follower_if_launched
 from atom.model_engine.replicas.mailbox import merge
+from atom.multimodal.items import Video, side_by_side
 from atom.multimodal.media import MediaLoader, VideoSource
 from atom.multimodal.policy import MediaPolicy
 from atom.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
@@ -37,6 +38,8 @@ from atom.sampling_params import SamplingParams
 from atom.text.control_tokens import ControlTokens
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from atom.entrypoints.offline.pooling import OfflinePooling
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -494,13 +497,13 @@ class LLM:
                 params,
                 stream=stream,
                 priority=priority,
-                images=[
-                    self._media.load_video(given)
-                    if isinstance(given, VideoSource)
-                    else self._media.load(given)
-                    for given in images_of(prompt)
-                ],
+                images=side_by_side(self._load, images_of(prompt)),
             )
+
+    def _load(self, given: Any) -> Image | Video:
+        if isinstance(given, VideoSource):
+            return self._media.load_video(given)
+        return self._media.load(given)
 
     def _step(self) -> list[str]:
         """Run one batch and deliver what it brought; the ids of those who got something."""
@@ -523,6 +526,7 @@ class LLM:
 
 
 def _create_pooling(config: EngineConfig, source: PoolingSource) -> OfflinePooling:
+
     from atom.entrypoints.offline.pooling import OfflinePooling
     from atom.pooling.engine import PoolingEngine
 

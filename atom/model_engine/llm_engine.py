@@ -21,7 +21,7 @@ from atom.model_engine.engine_core import EngineCore
 from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizers.tokenizer import load_text_tokenizer, load_tokenizer
-from atom.multimodal.items import ImageItem, Video, check_count, expand
+from atom.multimodal.items import ImageItem, Video, check_count, expand, side_by_side
 from atom.multimodal.processors.table import create_image_processor, create_video_processor
 from atom.outputs import RequestOutput
 from atom.platform import release_cached_memory
@@ -192,11 +192,11 @@ class LLMEngine:
             )
         options = self._config.model
         check_count(images, options.max_images, options.max_videos)
-        items = [self._read(given, processor) for given in images]
+        items = side_by_side(functools.partial(self._read, processor), images)
         video = None if self.video_processor is None else self.video_processor.placeholder_id
         return expand(token_ids, items, processor.placeholder_id, video)
 
-    def _read(self, given: Image | Video, processor: ImageProcessor) -> ImageItem:
+    def _read(self, processor: ImageProcessor, given: Image | Video) -> ImageItem:
         if not isinstance(given, Video):
             return processor.process(given)
         if self.video_processor is None:

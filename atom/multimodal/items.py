@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,12 @@ from atom.messages import ImageInput, MRopeGrid, RequestRefusedError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+# Images of one request that are read or processed at a time, where a program gives them.
+AT_ONCE = 4
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,18 @@ def expand(
         inputs.append(item.at(len(expanded)))
         expanded += item.token_ids
     return expanded, tuple(inputs)
+
+
+def side_by_side(work: Callable[[Given], Made], given: Sequence[Given]) -> list[Made]:
+    """What `work` makes of each, in their order, of up to `AT_ONCE` at a time.
+
+    Raises:
+        Exception: what it raises for the first of them for which it does.
+    """
+    if len(given) < 2:
+        return [work(each) for each in given]
+    with ThreadPoolExecutor(min(AT_ONCE, len(given)), thread_name_prefix="image") as pool:
+        return list(pool.map(work, given))
 
 
 def check_count(given: Sequence[Any], most_images: int, most_videos: int) -> None:

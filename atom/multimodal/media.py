@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
@@ -57,7 +58,7 @@ class VideoSource:
 
 
 class MediaLoader:
-    """Reads and decodes images under a policy, in the calling thread.
+    """Reads and decodes images under a policy, in the calling thread, of which there may be many.
 
     Args:
         fetcher: reads http(s) URLs; one under the same policy when omitted.
@@ -73,6 +74,9 @@ class MediaLoader:
             raise MediaError("images need Pillow: pip install 'atom-llm[images]'") from None
         self._policy = policy
         self._fetcher = fetcher or Fetcher(policy)
+        # A Pillow image reads its file when its pixels are first asked for, which two threads that
+        # are given the same one may not do at once.
+        self._reading = Lock()
 
     def load(self, reference: str | bytes | Path | Image | np.ndarray[Any, Any]) -> Image:
         """The image, RGB and upright, as transformers' `load_image` gives it.
@@ -95,7 +99,8 @@ class MediaLoader:
         from PIL import Image as pillow
 
         if isinstance(reference, pillow.Image):
-            return as_rgb(reference, self._policy.max_pixels)
+            with self._reading:
+                return as_rgb(reference, self._policy.max_pixels)
         return as_rgb(_from_array(reference), self._policy.max_pixels)
 
     def load_video(self, source: VideoSource) -> Video:

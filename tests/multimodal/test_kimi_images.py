@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ from atom.kv_cache.base import KVCachePlan
 from atom.messages import ImageInput, RequestRefusedError
 from atom.model_engine.start_up import kv_memory
 from atom.multimodal.items import expand
+from atom.multimodal.media import MediaLoader
+from atom.multimodal.policy import MediaError
+from atom.multimodal.processors.kimi_k25 import KimiImageProcessor
 
 NEW_TOKENS = 8
-Prompt = tuple[list[int], list[Image.Image]]
+Prompt = tuple[list[int], list[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +82,11 @@ def expanded(llm: LLM, prompt: Prompt) -> tuple[list[int], tuple[ImageInput, ...
 
 
 def generate(llm: LLM, given: list[Prompt], **params: Any) -> list[list[int]]:
+    """The first output of each."""
+    return [outputs[0] for outputs in generate_all(llm, given, **params)]
+
+
+def generate_all(llm: LLM, given: list[Prompt], **params: Any) -> list[list[list[int]]]:
     sampling = SamplingParams(
         **{"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, **params}
     )
@@ -87,7 +96,7 @@ def generate(llm: LLM, given: list[Prompt], **params: Any) -> list[list[int]]:
     ]
     outputs = llm.generate(asked, sampling, use_tqdm=False)
     llm.engine.core.block_pool.check_integrity()
-    return [output.outputs[0].token_ids for output in outputs]
+    return [[each.token_ids for each in output.outputs] for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +106,41 @@ def answers(kimi: VisionCheckpoint, engine: LLM) -> dict[str, list[int]]:
         name: kimi.greedy(*expanded(engine, prompt), NEW_TOKENS)
         for name, prompt in prompts(kimi.placeholder).items()
     }
+
+
+def test_a_programs_images_are_read_side_by_side(
+    kimi: VisionCheckpoint,
+    engine: LLM,
+    answers: dict[str, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody reads or processes before all do; they come in their order, and of bad ones the first
+    is named. A picture that has not read its file yet may be given twice.
+    """
+    name = "three between texts"
+    tokens, images = prompts(kimi.placeholder)[name]
+    files = [tmp_path / f"{i}.png" for i in range(len(images))]
+    for image, file in zip(images, files, strict=True):
+        image.save(file)
+    barrier = threading.Barrier(len(images))
+
+    def met(work: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def meeting(own: Any, given: Any) -> Any:
+            barrier.wait(20)
+            return work(own, given)
+
+        return meeting
+
+    monkeypatch.setattr(MediaLoader, "load", met(MediaLoader.load))
+    monkeypatch.setattr(KimiImageProcessor, "process", met(KimiImageProcessor.process))
+    assert generate(engine, [(tokens, files)]) == [answers[name]]
+    monkeypatch.undo()
+    bad = [files[0], b"first", b"\x89PNG\r\n\x1a\n second"]
+    with pytest.raises(MediaError, match="is not an image"):
+        generate(engine, [(tokens, bad)])
+    lazy = Image.open(files[1])
+    assert generate(engine, [(tokens, [lazy] * 3)]) == generate(engine, [(tokens, [images[1]] * 3)])
 
 
 def test_rows_of_images_equal_those_of_transformers(kimi: VisionCheckpoint, engine: LLM) -> None:

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 from multimodal import vision_checkpoints
-from multimodal.test_kimi_images import NEW_TOKENS, Prompt, create, expanded, generate
+from multimodal.test_kimi_images import (
+    NEW_TOKENS,
+    Prompt,
+    create,
+    expanded,
+    generate,
+    generate_all,
+)
 from multimodal.vision_checkpoints import (
     QWEN_SETTINGS,
     QwenCheckpoint,
@@ -29,17 +36,27 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 )
 
 from atom import LLM, SamplingParams
+from atom.entrypoints.chat.images import ImageReader
+from atom.entrypoints.chat.prompt import Prompt as ServerPrompt
 from atom.entrypoints.chat.template import ChatTemplates
 from atom.entrypoints.offline.prompts import images_of, marked_images
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import ImageInput, RequestRefusedError
+from atom.model_engine.block_pool import BlockHash
+from atom.model_engine.replicas.router import Router
 from atom.model_engine.start_up import kv_memory
 from atom.model_engine.step.step_images import shifts_at
 from atom.model_ops.rotary import axes_of_pairs
 from atom.multimodal.items import Video, expand
 from atom.multimodal.media import MediaLoader, VideoSource
 from atom.multimodal.policy import MediaError, MediaPolicy
-from atom.multimodal.processors.qwen_vl import QwenImageProcessor, fitting, fitting_frames
+from atom.multimodal.processors import qwen_vl
+from atom.multimodal.processors.qwen_vl import (
+    QwenImageProcessor,
+    QwenVideoProcessor,
+    fitting,
+    fitting_frames,
+)
 
 KINDS = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
 
@@ -227,8 +244,7 @@ def test_drafts_change_no_token(
     with create(qwen, **options, **speculation) as llm:
         for _ in range(2):
             assert generate(llm, list(given.values())) == list(answers.values())
-        several = generate(llm, [given["one"]], n=2)
-        assert several == [answers["one"]]
+        assert generate_all(llm, [given["one"]], n=2) == [[answers["one"]] * 2]
 
 
 def test_two_ranks(qwen: QwenCheckpoint, answers: dict[str, list[int]]) -> None:
@@ -407,3 +423,67 @@ def test_videos_of_chats_and_refused_ones(qwen: QwenCheckpoint, engine: LLM) -> 
             llm.generate(twice, use_tqdm=False)
     with pytest.raises(RequestRefusedError, match="1 placeholders of videos, and 2 videos"):
         engine.generate(twice, use_tqdm=False)
+
+
+def test_videos_that_differ_in_a_frame_share_no_block(qwen: QwenCheckpoint, engine: LLM) -> None:
+    """Behind the video's start, in the cache and for the router; the same by two ways does."""
+    config = qwen.reference.config
+    video = [config.vision_start_token_id, config.video_token_id, config.vision_end_token_id]
+    before, frames = list(range(5, 14)), film(30, 20, 6)
+    other = film(30, 20, 1, seed=9)
+    sampling = SamplingParams(temperature=0, max_tokens=1)
+    router = Router(1, 4, 1000)
+
+    def run(given: Any) -> tuple[int, int, list[BlockHash]]:
+        """Cached tokens; the first that the video changes; hashes."""
+        asked = {
+            "prompt_token_ids": [*before, *video, *range(5, 18)],
+            "multi_modal_data": {"video": given},
+        }
+        tokens, images = expanded_film(engine, asked)
+        (output,) = engine.generate(asked, sampling, use_tqdm=False)
+        assert output.num_cached_tokens is not None
+        return output.num_cached_tokens, images[0].start, router.hashes(tokens, "", images)
+
+    engine.reset_prefix_cache()
+    cached, start, hashes = run(frames)
+    assert (cached, len(before) // 4) == (0, 2)
+    for place in (0, 3, 5):
+        changed = [*frames[:place], *other, *frames[place + 1 :]]
+        cached, _, others = run(changed)
+        assert cached <= start
+        assert others[: start // 4] == hashes[: start // 4]
+        assert not set(others[start // 4 :]) & set(hashes[start // 4 :])
+    cached, _, others = run({"frames": frames, "fps": 1})
+    assert cached <= start
+    assert not set(others[start // 4 :]) & set(hashes[start // 4 :])
+    cached, _, others = run([np.stack([np.asarray(frame) for frame in frames])])
+    assert cached > start + 4
+    assert others == hashes
+
+
+def test_a_server_reads_videos_as_programs_do(engine: LLM) -> None:
+    """Frames that do not fit are resized as all together would be."""
+    images, videos = engine.engine.image_processor, engine.engine.video_processor
+    assert images is not None
+    assert isinstance(videos, QwenVideoProcessor)
+    files = []
+    for frame in film(70, 50, 5):
+        file = io.BytesIO()
+        frame.save(file, "jpeg")
+        files.append(file.getvalue())
+    data = ",".join(base64.b64encode(file).decode() for file in files)
+    source = VideoSource(f"data:video/jpeg;base64,{data}", 4)
+    media = MediaLoader(MediaPolicy())
+    item = videos.process(media.load_video(VideoSource(files, 4)))
+    reader = ImageReader(images, media, 1, 1000, videos, 1)
+    prompt = reader.read(ServerPrompt([5, videos.placeholder_id, 6], ""), [source], "messages")
+    assert prompt.token_ids == [5, *item.token_ids, 6]
+    assert prompt.images == (item.at(1),)
+    frames = [np.asarray(media.load(file)) for file in files]
+    times, rows, columns = item.grid
+    size = columns * videos.patch, rows * videos.patch
+    assert size != (70, 50)
+    resized = qwen_vl._resized(np.stack([*frames, frames[-1]]), *size)
+    whole = [qwen_vl.cut(part, videos.patch, videos.merge) for part in np.split(resized, times)]
+    assert np.array_equal(item.pixels, np.concatenate(whole))
