@@ -107,6 +107,7 @@ def test_mla_network() -> None:
     "scaling",
     [
         {"type": "mrope", "mrope_section": [2, 3, 3]},
+        {"mrope_section": [3, 3, 2], "mrope_interleaved": True},
         {"rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True},
     ],
 )
