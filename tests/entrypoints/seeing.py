@@ -1,4 +1,4 @@
-"""Models that see: a scripted one, and a tiny checkpoint with how it is served."""
+"""Models that see and watch: a scripted one, and a tiny checkpoint with how it is served."""
 
 from __future__ import annotations
 
@@ -66,19 +66,21 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }} "
     "{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|media_begin|><|media_pad|>{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
 )
 SERVER_FLAGS = (
     *("--dtype", "float32", "--block-size", "4", "--max-model-len", "160"),
-    *("--served-model-name", "model", "--limit-mm-per-prompt", "image=3"),
+    *("--served-model-name", "model", "--limit-mm-per-prompt", "image=3,video=2"),
 )
 
 
 def write_checkpoint(folder: Path, byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = copy.deepcopy(byte_level_tokenizer)
-    checkpoint = vision_checkpoints.kimi_k25(folder, tokenizer)
-    markers = ["<|media_begin|>", "<|media_pad|>"]
+    checkpoint = vision_checkpoints.qwen_vl(folder, tokenizer, "qwen3_vl")
+    markers = ["<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": markers})
     assert tokenizer.convert_tokens_to_ids(markers[1]) == checkpoint.placeholder
     tokenizer.chat_template = TEMPLATE

@@ -14,7 +14,7 @@ import openai
 import pictures
 import pytest
 import seeing
-from multimodal.vision_checkpoints import picture
+from multimodal.vision_checkpoints import film, picture
 from server_process import ServerProcess
 from transformers import PreTrainedTokenizerFast
 
@@ -30,7 +30,7 @@ URL = f"data:image/png;base64,{DATA}"
 def folder(
     tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> Path:
-    folder = tmp_path_factory.mktemp("kimi")
+    folder = tmp_path_factory.mktemp("qwen")
     seeing.write_checkpoint(folder, byte_level_tokenizer)
     return folder
 
@@ -122,6 +122,42 @@ def test_the_server_sees_what_the_library_sees(llm: LLM, server: ServerProcess) 
     )
     assert message.content[0].text == text
     assert message.usage.cache_read_input_tokens > first
+
+
+def test_the_server_watches_what_the_library_watches(llm: LLM, server: ServerProcess) -> None:
+    """Prompts that differ in one frame, or in its time, share nothing behind the video's start."""
+    frames = film(30, 20, 5)
+    files = [pictures.encoded(frame, "JPEG") for frame in [*frames, picture(30, 20)]]
+    urls = [
+        "data:video/jpeg;base64," + ",".join(base64.b64encode(file).decode() for file in each)
+        for each in (files[:5], [*files[:4], files[5]])
+    ]
+    client = server.client()
+    sampling = {"temperature": 0, "max_tokens": NUM_TOKENS, "extra_body": {"ignore_eos": True}}
+
+    def ask(part: dict[str, Any]) -> tuple[str, int, Any]:
+        chat = client.chat.completions.create(model="model", messages=messages(part), **sampling)
+        content = chat.choices[0].message.content
+        return content, chat.usage.prompt_tokens, chat.usage.prompt_tokens_details
+
+    for url, own in ((urls[0], files[:5]), (urls[1], [*files[:4], files[5]])):
+        part = {"type": "video_url", "video_url": {"url": url}}
+        told = server.post("/tokenize", json={"messages": messages(part)}).json()
+        [ranges] = told["image_ranges"]
+        text, num_tokens, details = ask(part)
+        assert (text, num_tokens) == said(llm, {"type": "video", "video": own})
+        assert len(ranges) == 3
+        assert details.image_tokens == sum(count for _, count in ranges)
+        assert details.cached_tokens <= ranges[0][0]
+        assert ask(part)[2].cached_tokens > ranges[0][0]
+    slow = {"type": "video_url", "video_url": {"url": urls[0]}, "fps": 1}
+    text, num_tokens, details = ask(slow)
+    assert (text, num_tokens) == said(llm, {"type": "video", "video": files[:5], "fps": 1})
+    assert details.cached_tokens <= ranges[0][0]
+    assert "video" in httpx.get(f"{server.url}/v1/models").json()["data"][0]["input_modalities"]
+    bad = {"type": "video_url", "video_url": {"url": "https://a.example/a.mp4"}}
+    with pytest.raises(openai.BadRequestError, match="videos are read as frames"):
+        ask(bad)
 
 
 def test_too_many_and_bad_images(server: ServerProcess) -> None:
