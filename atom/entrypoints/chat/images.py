@@ -23,7 +23,7 @@ from atom.quoting import excerpt
 Kind = Literal["image", "video"]
 
 # Images that are decoded at a time, each up to 12 bytes a pixel: this bounds memory. A video's
-# frames take 6 a pixel, and have up to four times as many together.
+# frames take 7 a pixel, and have up to four times as many together.
 DECODED_AT_ONCE = 2
 # Requests whose images are read at a time; most of them wait for what they fetch.
 IMAGE_THREADS = 16
