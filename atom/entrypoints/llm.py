@@ -241,7 +241,8 @@ class LLM:
         Args:
             messages: as OpenAI's API has them; contents are text, or parts of text and, where the
                 model reads images, of type `image_url`, or `image` with a Pillow image, an array,
-                bytes or a path.
+                bytes or a path, and, where it reads videos, `video` and `video_url` as frames, with
+                `fps`.
             sampling_params: as for `generate`, but when None there is no limit of tokens.
             tools: OpenAI's descriptions of functions, which the template tells the model, or the
                 system message where the template knows none.

@@ -90,7 +90,8 @@ class ImageReader:
         num_videos = sum(isinstance(each, VideoSource) for each in given)
         if num_videos and self.videos is None:
             raise bad_request(
-                f"{param} hold videos, and this model reads none; send images or text",
+                f"{param} hold videos, and this model reads none, or was loaded to read none; "
+                f"send images or text",
                 param,
                 UNSUPPORTED_CONTENT,
             )
