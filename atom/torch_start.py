@@ -105,7 +105,8 @@ def begin() -> None:
     if (libraries / _LIBRARY).exists() and not any((libraries / of).exists() for of in _OF_GPUS):
         load = ctypes.CDLL(None).dlopen  # which, unlike an import, lets other threads run
         arguments = os.fsencode(libraries / _LIBRARY), os.RTLD_LAZY
-        threading.Thread(target=load, args=arguments, daemon=True).start()
+        # No daemon: a program that ends in the middle of it would crash.
+        threading.Thread(target=load, args=arguments).start()
 
 
 def is_for_gpus() -> bool:

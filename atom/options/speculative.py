@@ -166,10 +166,11 @@ class SpeculativeOptions(Options):
                 f"method {self.method} takes no draft model, so draft_quantization would have no "
                 f"effect"
             )
-        if self.image_embeddings and self.method != "eagle3":
+        if self.image_embeddings and not method.may_read_images:
             raise ConfigError(
-                f"draft_image_embeddings is for drafts of method eagle3; with {self.method} it "
-                f"would have no effect"
+                f"draft_image_embeddings is for drafts of method "
+                f"{methods_that(lambda m: m.may_read_images)}; with {self.method} it would have "
+                f"no effect"
             )
         if method.is_lookup and self.draft_tensor_parallel_size is not None:
             raise ConfigError(

@@ -19,11 +19,13 @@ class SpeculativeMethod:
         builder: `module:function` of a `spec_decode.factory.ProposerBuilder`.
         takes_draft_model: whether it needs a draft model; otherwise giving one is an error.
         is_lookup: whether all drafts come from a lookup; otherwise one can go beside it.
+        may_read_images: whether its drafts may read embeddings of images, by option.
     """
 
     builder: str
     takes_draft_model: bool = False
     is_lookup: bool = False
+    may_read_images: bool = False
 
 
 _BLOCK = SpeculativeMethod(
@@ -32,7 +34,9 @@ _BLOCK = SpeculativeMethod(
 
 SPECULATIVE_METHODS = {
     "eagle3": SpeculativeMethod(
-        "atom.spec_decode.proposers.eagle3:create_eagle3", takes_draft_model=True
+        "atom.spec_decode.proposers.eagle3:create_eagle3",
+        takes_draft_model=True,
+        may_read_images=True,
     ),
     "dflash": _BLOCK,
     "dflash2": _BLOCK,

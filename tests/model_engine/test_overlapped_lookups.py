@@ -68,7 +68,8 @@ class Unsure(AnyLookup):
 
 def looks_up_with(llm: LLM, lookup: Any) -> None:
     executor: Any = llm.engine.core.executor
-    executor.parts.drafter._lookup = lookup
+    drafter = executor.parts.drafter
+    drafter._lookup, drafter._lookup_source = lookup, lookup.source
 
 
 def texts_of(checkpoints: Checkpoints, method: str) -> dict[tuple[int, ...], list[int]]:

