@@ -208,6 +208,7 @@ def _recurrent() -> list[OpCase]:
         (q, k, v, -torch.rand(*heads, n), beta, torch.randn(5, 3, 4, 32, 16), metadata)
         for n in (1, 32)
     ]
+    rules.append((*rules[0][:5], torch.randn(5, 3, 4, 32, 16).bfloat16(), metadata))
     gates = [
         (random(9, 4, n), random(*heads, seed=1), torch.randn(4), torch.randn(4, n), bound)
         for n, bound in ((1, None), (32, None), (32, -5.0))
