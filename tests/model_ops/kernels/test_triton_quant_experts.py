@@ -299,7 +299,7 @@ def test_what_is_refused() -> None:
     refuses = quant_experts.refuses
     assert refuses(query(kimi)) is None
     assert refuses(query(None)) == "needs a format of weights"
-    assert "513 experts" in str(refuses(query(kimi, num_experts=513)))
+    assert "1025 experts" in str(refuses(query(kimi, num_experts=1025)))
     assert "groups of 96 inputs" in str(refuses(query(WeightFormat("int4", 1, 96))))
     # One group of all inputs of the second product, and several of the first.
     assert "groups of 40 inputs" in str(
