@@ -120,15 +120,18 @@ class PromptEncoder:
         Raises:
             ApiError: 400 for images that cannot be read, or where the model reads none.
         """
-        if not given:
+        self._check_read(given, param)
+        if not given or self._images is None:
             return prompt
-        if self._images is None:
+        return self._images.read(prompt, given, param)
+
+    def _check_read(self, given: Sequence[str | VideoSource], param: str) -> None:
+        if given and self._images is None:
             raise bad_request(
                 f"{param} hold {kind_of(given[0])}s, and this model reads none; send text alone",
                 param,
                 UNSUPPORTED_CONTENT,
             )
-        return self._images.read(prompt, given, param)
 
     def encode_chat(
         self, chat: ChatPrompt, *, add_special_tokens: bool, with_tools: bool = True
@@ -156,6 +159,8 @@ class PromptEncoder:
         _check_partial(chat.messages)
         media: list[str | VideoSource] = []
         messages = [_plain(message, media) for message in chat.messages]
+        # Before the template, which may not take a message of parts.
+        self._check_read(media, "messages")
         self._check_length(sum(len(m["content"] or "") for m in messages), "messages")
         rendered, order = self._render(template, messages, chat, tools)
         self._check_length(len(rendered), "messages")

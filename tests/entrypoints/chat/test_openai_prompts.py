@@ -64,6 +64,17 @@ def test_a_tokenizer_without_a_template(tokenizer: PreTrainedTokenizerFast) -> N
         encoder.encode_chat(chat, add_special_tokens=False)
 
 
+def test_images_that_no_model_reads_are_said_before_a_template_fails(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Many templates join a message's content with texts, which a list of parts is not."""
+    encoder = PromptEncoder(tokenizer, 1000, "{{ '<user>' + messages[0].content }}")
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    chat = ChatPrompt.model_validate({"messages": [{"role": "user", "content": [image]}]})
+    with pytest.raises(ApiError, match="this model reads none; send text alone"):
+        encoder.encode_chat(chat, add_special_tokens=False)
+
+
 def test_a_template_that_is_none(byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(OptionError, match="line 2"):
         PromptEncoder(byte_level_tokenizer, 1000, "fine\n{% if %}")
