@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+_CHECKS = ("check_integrity", "check_published", "check_references", "check_that")
+
 
 @dataclass(frozen=True)
 class Area:
@@ -15,11 +17,17 @@ class Area:
         sources: globs of its files.
         tests: globs of the tests nearest to it, below `tests/`; those of all areas that run a
             mutant's line are tried against it.
+        checks: whether it has what checks the state of these files; other areas have the rest.
     """
 
     name: str
     sources: Sequence[str]
     tests: Sequence[str]
+    checks: bool = False
+
+    def has(self, function: str) -> bool:
+        """Whether a function of its files belongs to it."""
+        return (function.rpartition(".")[2] in _CHECKS) == self.checks
 
     def files(self, tree: Path) -> list[str]:
         """Its files, relative to the tree."""
@@ -182,14 +190,29 @@ AREAS = (
             "models/test_config_check.py",
         ],
     ),
+    Area("canary", ["atom/kv_cache/canary.py"], ["kv_cache/test_canary*.py"]),
     Area(
-        "checkers",
+        "integrity",
         [
-            "atom/kv_cache/canary.py",
+            "atom/model_engine/block_pool.py",
+            "atom/model_engine/scheduler.py",
+            "atom/model_engine/scheduling/prefix_cache.py",
+            "atom/model_engine/scheduling/window_pool.py",
+        ],
+        [
+            "model_engine/test_block_pool.py",
+            "model_engine/test_scheduler_releases.py",
+            "model_engine/test_scheduler_windows.py",
+        ],
+        checks=True,
+    ),
+    Area(
+        "chaos",
+        [
             "benchmarks/_chaos/answers.py",
             "benchmarks/_chaos/lab.py",
             "benchmarks/_chaos/watch.py",
         ],
-        ["kv_cache/test_canary.py", "benchmarks/test_chaos.py"],
+        ["benchmarks/test_chaos.py"],
     ),
 )

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from _mutant_runs import Runner
-from _mutant_tracer import Recorder
+from _mutant_recorder import MarkedFiles, Recorder
+from _mutant_runs import Pace, Runner
 from _mutants import Mutant
 
-_OURS = ("atom", "tests", "conftest", "__main__", "__mp_main__", "mutations", "_mutant")
+# For what is imported and collected before the first test.
+_SECONDS_TO_START = 60.0
+_OURS = ("atom", "tests", "conftest", "__main__", "__mp_main__", "mutations", "_mutant", "_chaos")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class LineMap:
     ) -> None:
         self._path, self._tree, self._runner, self._limit = path, tree, runner, limit
         self._sources = sorted(sources)
+        self._marked: MarkedFiles | None = None
         self._known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     def record(self, files: Sequence[str]) -> None:
@@ -73,6 +76,13 @@ class LineMap:
                     found.append(Test(file, test["id"], test["seconds"]))
         return sorted(found, key=lambda test: test.seconds)
 
+    def slowest(self, file: str) -> float:
+        """The seconds of a file's slowest test; any of its tests may be the one that waits for what
+        they share.
+        """
+        seconds: list[float] = [test["seconds"] for test in self._known[file]["tests"]]
+        return max(seconds)
+
     def _is_known(self, file: str) -> bool:
         entry = self._known.get(file)
         return entry is not None and entry["digest"] == self._digest(file, entry["sources"])
@@ -80,7 +90,9 @@ class LineMap:
     def _recorded(self, file: str) -> dict[str, Any]:
         output = self._path.with_name("recorded.jsonl")
         output.write_text("")
-        recorder = Recorder(self._tree, self._sources, output)
+        if self._marked is None:
+            self._marked = MarkedFiles(str(self._tree / name) for name in self._sources)
+        recorder = Recorder(self._tree, self._marked, output)
         modules = self._path.with_name("modules.json")
         modules.write_text("[]")
         seconds, failed, cut = 0.0, [], False
@@ -148,16 +160,31 @@ class Chosen:
     """A plugin that runs the given tests only, in their order.
 
     Args:
-        ids: of tests; those of a file follow each other, so that they share its fixtures.
+        limits: of each test by its id the seconds that it may take; those of a file follow each
+            other, so that they share its fixtures.
+
+    Attributes:
+        pace: tells which test runs.
     """
 
-    def __init__(self, ids: Sequence[str]) -> None:
-        self._places = {name: place for place, name in enumerate(ids)}
+    def __init__(self, limits: Mapping[str, float]) -> None:
+        self._limits = limits
+        self._places = {name: place for place, name in enumerate(limits)}
+        self.pace = Pace(_SECONDS_TO_START)
+
+    @property
+    def newest(self) -> str:
+        """The test that ran last, if there was one."""
+        number, _ = self.pace.newest
+        return list(self._limits)[number - 1] if number else ""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         chosen = [item for item in items if item.nodeid in self._places]
         items[:] = sorted(chosen, key=lambda item: self._places[item.nodeid])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.pace.begin(self._limits[nodeid])
 
 
 def choose_tests(tests: Sequence[Test], most_seconds: float) -> tuple[list[Test], float]:

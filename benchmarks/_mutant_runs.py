@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import mmap
 import os
 import re
 import resource
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -37,6 +39,29 @@ class TestRun:
     seconds: float
     failed: list[str]
     timed_out: bool = False
+
+
+class Pace:
+    """Which test a fork is at and how long that may take, in memory that its parent sees."""
+
+    _FORMAT = "qd"
+
+    def __init__(self, seconds_to_start: float) -> None:
+        self._memory = mmap.mmap(-1, struct.calcsize(self._FORMAT))
+        self._begin(0, seconds_to_start)
+
+    @property
+    def newest(self) -> tuple[int, float]:
+        """How many tests have begun, and the seconds that the newest may take."""
+        number, seconds = struct.unpack_from(self._FORMAT, self._memory)
+        return number, seconds
+
+    def begin(self, seconds: float) -> None:
+        """The next test begins."""
+        self._begin(self.newest[0] + 1, seconds)
+
+    def _begin(self, number: int, seconds: float) -> None:
+        struct.pack_into(self._FORMAT, self._memory, 0, number, seconds)
 
 
 def _is_mutated(module: str) -> bool:
@@ -101,6 +126,7 @@ class Runner:
         files: Sequence[str],
         limit: float,
         plugin: Any,
+        pace: Pace | None = None,
         *,
         keep_going: bool = False,
         write_bytecode: bool = False,
@@ -109,6 +135,7 @@ class Runner:
 
         Args:
             limit: seconds after which the run is ended; those in which all is stopped do not count.
+            pace: what the plugin tells of each test, which may end the run sooner.
             keep_going: after a failed test.
             write_bytecode: of test files, so that later runs need not compile them.
         """
@@ -126,19 +153,19 @@ class Runner:
 
                 return int(pytest.main([*flags, *files], plugins=[plugin]))
 
-            status = _fork(work, limit)
+            status = _fork(work, limit, pace or Pace(limit))
             seconds = time.monotonic() - start
             output.seek(0)
             text = output.read().decode(errors="replace")
         if status is None:
             return TestRun(seconds, ["ran out of time"], timed_out=True)
-        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", text, re.MULTILINE)
         if status != 0 and not failed:
             failed = [f"exit status {status}: {text.strip()[-200:]}"]
         return TestRun(seconds, failed)
 
 
-def _fork(work: Callable[[], int], limit: float) -> int | None:
+def _fork(work: Callable[[], int], limit: float, pace: Pace) -> int | None:
     """Do work in a fork -> its exit status; None if it was ended, with all that it started."""
     sys.stdout.flush()
     child = os.fork()
@@ -153,7 +180,8 @@ def _fork(work: Callable[[], int], limit: float) -> int | None:
             os._exit(code)
     status: int | None = None
     spent, last = 0.0, time.monotonic()
-    while status is None and spent < limit:
+    at, most, since = *pace.newest, 0.0
+    while status is None and spent < limit and spent - since < most:
         done, code = os.waitpid(child, os.WNOHANG)
         if done:
             status = os.waitstatus_to_exitcode(code)
@@ -162,6 +190,8 @@ def _fork(work: Callable[[], int], limit: float) -> int | None:
         now = time.monotonic()
         spent += min(now - last, _LONGEST_TICK_SECONDS)
         last = now
+        if pace.newest[0] != at:
+            at, most, since = *pace.newest, spent
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     if status is None:

@@ -172,6 +172,8 @@ def _end_of_head(node: ast.stmt) -> int:
 def _only_tells(node: ast.AST) -> bool:
     if isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr, ast.Assert)):
         return True
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        return True
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

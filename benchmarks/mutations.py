@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import argparse
 import compileall
+import hashlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -43,7 +43,7 @@ from _mutants import Mutant, compiles, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
 # A time that says "hangs" on a busy machine, too.
-_PATIENCE, _SECONDS_MORE = 3, 20.0
+_PATIENCE, _SECONDS_MORE, _MOST_SECONDS_MORE = 3, 10.0, 120.0
 KILLED, TIMED_OUT, SURVIVED, UNTESTED = "killed", "timed out", "survived", "not run"
 # Of a survivor: nothing that could be seen depends on it.
 EQUIVALENT = "equivalent"
@@ -63,14 +63,23 @@ def copy_tree(root: Path, to: Path) -> None:
             shutil.copy2(root / name, to / name, follow_symlinks=False)
 
 
+def mutants_of_area(tree: Path, area: Area) -> list[Mutant]:
+    """All changes of an area."""
+    files = {name: (tree / name).read_bytes() for name in area.files(tree)}
+    return [m for f, text in files.items() for m in mutants_of(f, text) if area.has(m.function)]
+
+
 def choose(tree: Path, areas: Sequence[Area], count: int, seed: int) -> list[tuple[Area, Mutant]]:
     """Mutants of all areas in turn; within one every place is as likely, and no line comes twice
-    while there are others.
+    while there are others. Those of what has not changed stay in their order.
     """
+
+    def at_random(mutant: Mutant) -> bytes:
+        return hashlib.sha256(f"{seed} {mutant.id}".encode()).digest()
+
     orders = []
     for area in areas:
-        found = [m for f in area.files(tree) for m in mutants_of(f, (tree / f).read_bytes())]
-        random.Random(f"{seed} {area.name}").shuffle(found)
+        found = sorted(mutants_of_area(tree, area), key=at_random)
         times: Counter[tuple[str, int]] = Counter()
         ranks = []
         for mutant in found:
@@ -103,26 +112,28 @@ def try_mutant(
     path = tree / mutant.path
     source, stat = path.read_bytes(), path.stat()
     files = list(dict.fromkeys(test.file for test in tests))
-    limit = _PATIENCE * usual + _SECONDS_MORE
+    limits = {test.id: _PATIENCE * line_map.slowest(test.file) + _SECONDS_MORE for test in tests}
+    chosen = Chosen(limits)
     try:
         path.write_bytes(mutant.apply(source))
         # Its bytecode is known by its time and size.
         os.utime(path, (0, 0))
-        ran = runner.run(files, limit, Chosen([test.id for test in tests]))
+        ran = runner.run(files, _PATIENCE * usual + _MOST_SECONDS_MORE, chosen, chosen.pace)
     finally:
         path.write_bytes(source)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     outcome = TIMED_OUT if ran.timed_out else KILLED if ran.failed else SURVIVED
-    by = ran.failed[0] if ran.failed else ""
+    by = chosen.newest if ran.timed_out else ran.failed[0] if ran.failed else ""
     return {**result, "outcome": outcome, "by": by, "seconds": round(ran.seconds, 1)}
 
 
 def without_mutants(runner: Runner, results: Sequence[dict[str, Any]], seconds: float) -> list[str]:
     """Of the tests that failed with a mutant, those that fail without one, too."""
-    ids = sorted({r["by"] for r in results if r["outcome"] == KILLED and "::" in r["by"]})
+    ids = sorted({r["by"] for r in results if "::" in r["by"]})
     files = list(dict.fromkeys(name.partition("::")[0] for name in ids))
-    limit = _PATIENCE * seconds * max(len(files), 1) + _SECONDS_MORE
-    ran = runner.run(files, limit, Chosen(ids), keep_going=True) if ids else None
+    limit = _PATIENCE * seconds * max(len(files), 1) + _MOST_SECONDS_MORE
+    chosen = Chosen(dict.fromkeys(ids, limit))
+    ran = runner.run(files, limit, chosen, keep_going=True) if ids else None
     return ran.failed if ran is not None else []
 
 
@@ -224,15 +235,19 @@ def run(tree: Path, out: Path, areas: Sequence[Area], args: argparse.Namespace) 
     line_map = LineMap(out / "map.json", tree, sources, runner, args.map_seconds)
     line_map.record(tests)
     results = read_results(out / "results.jsonl")
-    chosen = choose(tree, areas, args.mutants, args.seed)
+    if args.again:
+        missed = {
+            r["id"] for r in results.values() if _judged(r)["outcome"] in (SURVIVED, UNTESTED)
+        }
+        chosen = [(a, m) for a in areas for m in mutants_of_area(tree, a) if m.id in missed]
+    else:
+        chosen = choose(tree, areas, args.mutants, args.seed)
+        chosen = [(area, mutant) for area, mutant in chosen if mutant.id not in results]
     new = []
     for number, (area, mutant) in enumerate(chosen, start=1):
         if end is not None and time.monotonic() > end:
             print(f"out of time before mutant {number} of {len(chosen)}")
             break
-        known = results.get(mutant.id)
-        if known is not None and not (args.again and known["outcome"] in (SURVIVED, UNTESTED)):
-            continue
         result = try_mutant(tree, area.name, mutant, runner, line_map, args.test_seconds)
         new.append(result)
         with (out / "results.jsonl").open("a") as file:

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -144,27 +145,25 @@ class KVCanary:
                 return []
         before = seq.chains[-1] if start else seq.root
         chains = list(_chain(before, fed))
-        places = range(start - 1 if start else 0, start + len(fed))
-        slots = self._slots(np.array(seq.blocks), places)
-        own = slots[-len(fed) :]
-        self._chains[own] = np.array(chains, dtype=np.uint64)
-        for slot in own.tolist():
+        slots = self._slots(np.array(seq.blocks), range(start, start + len(fed)))
+        self._chains[slots] = np.array(chains, dtype=np.uint64)
+        for slot in slots.tolist():
             self._hashes.pop(slot, None)
         if part.wants_sample:
             seq.tokens[start + len(known) :] = sampled
         num_counted = min(len(known) + num_accepted, len(fed))
         seq.chains += chains[:num_counted]
-        # The token after each place, from the one before the step on.
-        after = seq.tokens[places.start + 1 : places.start + 1 + len(slots)]
+        # A token that counts is followed by one that is known; a rejected draft by none.
+        after = seq.tokens[start + 1 : start + 1 + len(fed)]
         self._successors[slots] = _NO_TOKEN
         self._successors[slots[: len(after)]] = after
-        return [int(slot) for slot in own[:num_counted]]
+        return [int(slot) for slot in slots[:num_counted]]
 
     def _check_table(self, seq: _Watched, table: np.ndarray) -> None:
-        if table.tolist() != seq.blocks:
-            index = next(i for i, b in enumerate(seq.blocks) if i >= len(table) or table[i] != b)
-            what = f"is read in block {table[index : index + 1]}, but was given {seq.blocks[index]}"
-            self._found(seq, index * self._block_size, _NO_TOKEN, what)
+        for index, (read, given) in enumerate(zip_longest(table.tolist(), seq.blocks)):
+            if read != given:
+                what = f"is read in block {read}, but was given {given}"
+                self._found(seq, index * self._block_size, _NO_TOKEN, what)
 
     def _check_block(self, seq: _Watched, table: np.ndarray) -> None:
         """Check a random block of what a sequence has computed."""
@@ -202,7 +201,7 @@ class KVCanary:
         index = torch.tensor(slots, device=self._parts[0].device)
         blocks, offsets = index // self._block_size, index % self._block_size
         for part in self._parts:
-            rows = part.view(torch.uint8)[blocks, offsets].cpu().flatten(1).numpy()
+            rows = part.view(torch.uint8)[blocks, offsets].cpu().numpy()
             for hasher, row in zip(hashers, rows, strict=True):
                 hasher.update(row.tobytes())
         return [hasher.digest() for hasher in hashers]

@@ -192,20 +192,20 @@ class BlockPool:
         """
         unheld = {b for b, count in enumerate(self._ref_counts) if count == 0}
         negative = [b for b, count in enumerate(self._ref_counts) if count < 0]
-        _check(not negative, f"blocks {negative} have negative reference counts")
-        _check(
+        check_that(not negative, f"blocks {negative} have negative reference counts")
+        check_that(
             unheld == set(self._free),
             f"blocks {sorted(unheld ^ set(self._free))} are either free and held, or neither",
         )
         by_block = {b: h for b, h in enumerate(self._hashes) if h is not None}
-        _check(
+        check_that(
             by_block == {b: h for h, b in self._cached.items()},
             f"{len(by_block)} blocks have a hash and {len(self._cached)} can be found by one, "
             "and these are not the same",
         )
         cached = [block_id in by_block for block_id in self._free]
-        _check(cached == sorted(cached), "a cached block would be evicted before a blank one")
-        _check(
+        check_that(cached == sorted(cached), "a cached block would be evicted before a blank one")
+        check_that(
             self.enable_prefix_caching or not by_block,
             f"blocks {sorted(by_block)} are cached although prefix caching is off",
         )
@@ -218,7 +218,7 @@ class BlockPool:
             AssertionError: when it has another.
         """
         known = self._hashes[block_id]
-        _check(
+        check_that(
             known is None or known == block_hash,
             f"block {block_id} is found by a hash that its tokens do not have",
         )
@@ -238,9 +238,10 @@ class BlockPool:
             for b, (held, counted) in enumerate(zip(counts, self._ref_counts, strict=True))
             if held != counted
         }
-        _check(not wrong, f"block: (tables that hold it, references counted) = {wrong}")
+        check_that(not wrong, f"block: (tables that hold it, references counted) = {wrong}")
 
 
-def _check(holds: bool, message: str) -> None:
+def check_that(holds: bool, message: str) -> None:
+    """Raises AssertionError, also where `assert` does nothing, unless something holds."""
     if not holds:
         raise AssertionError(message)

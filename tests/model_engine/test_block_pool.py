@@ -161,6 +161,21 @@ def test_integrity_check_tells_what_is_wrong() -> None:
     pool._hashes[0] = chain(1)[0]
     with pytest.raises(AssertionError, match="1 blocks have a hash and 0 can be found"):
         pool.check_integrity()
+    pool._cached = {chain(1)[0]: 0}
+    pool.check_integrity()
+    pool.check_published(0, chain(1)[0])
+    pool.check_published(1, chain(1)[0])
+    with pytest.raises(AssertionError, match="block 0 is found by a hash that its tokens do not"):
+        pool.check_published(0, chain(1, "salt")[0])
+    pool.enable_prefix_caching = False
+    with pytest.raises(AssertionError, match=r"blocks \[0\] are cached although"):
+        pool.check_integrity()
+    pool.enable_prefix_caching = True
+    pool.free(held)
+    pool.check_integrity()
+    pool._free.move_to_end(0, last=False)
+    with pytest.raises(AssertionError, match="a cached block would be evicted before a blank one"):
+        pool.check_integrity()
 
 
 def test_hashes_depend_on_all_that_changes_the_kv() -> None:

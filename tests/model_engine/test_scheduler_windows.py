@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 from scheduler_harness import A, B, Bench, rows, tokens
 
 from atom.batch import LaunchedStep, Lookahead, SequenceResult, StepOutput
@@ -9,6 +12,7 @@ from atom.kv_cache import cache_window
 from atom.kv_cache.base import KVCachePlan, WindowNeed, plan_kv_cache
 from atom.kv_cache.cache_window import CacheWindow
 from atom.messages import WindowLimits
+from atom.model_engine.scheduling.window_pool import WindowPool
 from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES
 
 WINDOW = WindowLimits(num_tokens=5, tile=1, num_blocks=12)
@@ -172,3 +176,59 @@ def test_prompt_logprobs_take_no_cached_prefix() -> None:
             bench.scheduler.abort(["before"])
         bench.add("a", prompt, max_tokens=1, prompt_logprobs=logprobs)
         assert rows(bench.scheduler.schedule()) == {"a": (first, 9 - first)}
+
+
+def _free_a_part(windows: WindowPool) -> None:
+    windows._free[0] = None
+
+
+def _count_a_part_twice(windows: WindowPool) -> None:
+    windows._ref_counts[0] += 1
+
+
+def _forget_whose_a_part_is(windows: WindowPool) -> None:
+    windows._block_of[0] = -1
+
+
+def _name_a_part_twice(windows: WindowPool) -> None:
+    windows._block_of[5] = windows._block_of[0]
+
+
+def _take_a_part(windows: WindowPool) -> None:
+    windows._part_of[windows._block_of[0]] = windows._block_of[0] = -1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_free_a_part, r"parts \{0\} are either free and held, or neither"),
+        (_count_a_part_twice, r"held \[1, 1, 0, .*\], counted \[2, 1, 0,"),
+        (_forget_whose_a_part_is, r"blocks name parts \{\(0, 0\)\}, parts set\(\)"),
+        (_name_a_part_twice, r"blocks name parts set\(\), parts \{\(0, 5\)\}"),
+        (_take_a_part, "block 0 is held, and has no part"),
+    ],
+)
+def test_integrity_check_tells_what_is_wrong(
+    damage: Callable[[WindowPool], None], message: str
+) -> None:
+    bench = Bench(window=WINDOW)
+    bench.add("a", tokens(100, 5), max_tokens=20, ignore_eos=True)
+    bench.step()
+    assert bench.scheduler._windows is not None
+    damage(bench.scheduler._windows)
+    with pytest.raises(AssertionError, match=message):
+        bench.scheduler.check_integrity()
+
+
+def test_integrity_check_looks_at_the_pool_and_at_who_holds_its_blocks() -> None:
+    bench = Bench()
+    bench.add("a", tokens(100, 5), max_tokens=20, ignore_eos=True)
+    bench.step()
+    bench.pool.hold([0])
+    with pytest.raises(AssertionError, match=r"block: .* = \{0: \(1, 2\)\}"):
+        bench.scheduler.check_integrity()
+    bench.pool.free([0])
+    bench.scheduler.check_integrity()
+    bench.pool._free[0] = None
+    with pytest.raises(AssertionError, match=r"blocks \[0\] are either free and held, or neither"):
+        bench.scheduler.check_integrity()

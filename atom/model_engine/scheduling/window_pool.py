@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from atom.model_engine.block_pool import BlockPool
+from atom.model_engine.block_pool import BlockPool, check_that
 
 
 class WindowPool:
@@ -101,14 +101,17 @@ class WindowPool:
         Raises:
             AssertionError: saying what is inconsistent.
         """
-        parts = {b: p for b, p in enumerate(self._part_of) if p >= 0}
-        blocks = {b: p for p, b in enumerate(self._block_of) if b >= 0 and self._part_of[b] == p}
-        assert parts == blocks, f"blocks name parts {parts}, and parts blocks {blocks}"
+        parts = {(b, p) for b, p in enumerate(self._part_of) if p >= 0}
+        blocks = {(b, p) for p, b in enumerate(self._block_of) if b >= 0}
+        check_that(parts == blocks, f"blocks name parts {parts - blocks}, parts {blocks - parts}")
         counts = [0] * self.num_blocks
         for block_ids in held:
             for block_id in block_ids:
-                assert self.has(block_id), f"the part of block {block_id} is held, and another's"
-                counts[parts[block_id]] += 1
-        assert counts == self._ref_counts, f"held {counts}, counted {self._ref_counts}"
+                check_that(self.has(block_id), f"block {block_id} is held, and has no part")
+                counts[self._part_of[block_id]] += 1
+        check_that(counts == self._ref_counts, f"held {counts}, counted {self._ref_counts}")
         unheld = {part for part, count in enumerate(counts) if count == 0}
-        assert unheld == set(self._free), f"parts {unheld ^ set(self._free)} are free and held"
+        check_that(
+            unheld == set(self._free),
+            f"parts {unheld ^ set(self._free)} are either free and held, or neither",
+        )
