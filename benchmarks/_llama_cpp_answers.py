@@ -30,7 +30,7 @@ class Model:
         ll.llama_log_set(self._quiet, None)
         ll.llama_backend_init()
         params = ll.llama_model_default_params()
-        # Its AMX kernels crash on virtual machines (ggml-org/llama.cpp#20824).
+        # Weights are multiplied as the file has them, whatever the processor.
         params.use_extra_bufts = False
         params.vocab_only = vocab_only
         self._model = ll.llama_model_load_from_file(path.encode(), params)

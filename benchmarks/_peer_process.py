@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from _peer_setup import ENVIRONMENTS, HYBRID
+from gguf import GGUFReader
 
 from atom.model_loader.locate import embedded_model
 
@@ -71,11 +72,21 @@ def _hybrid(**options: Any) -> Peer:
 
 
 def _llama_cpp(bits: int, model: Callable[[Path], Path]) -> Peer:
-    """Its AMX kernels, which read weights from buffers of their own, crash on virtual machines
-    (ggml-org/llama.cpp#20824).
+    """Its AMX kernels, which read weights from buffers of their own, crash where it was compiled
+    without `_tile_config.h`.
     """
     with_amx, without = {"extra_buffers": True}, {"extra_buffers": False}
     return Peer(f"llama.cpp-{bits}", "llama.cpp", bits, model, with_amx, without)
+
+
+def peers_on(file: Path) -> list[Peer]:
+    """This engine and llama.cpp with their default settings on a GGUF file."""
+    tensors = GGUFReader(file).tensors
+    num_bytes = sum(int(tensor.n_bytes) for tensor in tensors)
+    bits = round(8 * num_bytes / sum(int(tensor.n_elements) for tensor in tensors))
+    theirs = _llama_cpp(bits, lambda _: file)
+    ours = Peer("", "atom", bits, lambda _: file, {"speculates": False})
+    return [replace(peer, name=f"{peer.engine}-file", family=file.name) for peer in (ours, theirs)]
 
 
 _ALL = [

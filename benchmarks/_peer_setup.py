@@ -39,12 +39,17 @@ class Environment:
         return home / self.folder / "bin" / "python"
 
 
+# C++ sources of llama.cpp are compiled with it.
+_TILE_CONFIG = Path(__file__).with_name("_tile_config.h")
 # The same in every environment that has one: a build for CPUs, where ours is one, is found again.
 _TORCH = f"torch=={torch.__version__.partition('+')[0]}"
 ENVIRONMENTS = {
     "transformers": Environment("venv", (_TORCH, "transformers", "accelerate"), "transformers"),
     "llama.cpp": Environment(
-        "venv_lc", ("llama-cpp-python", "numpy"), "llama_cpp", {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
+        "venv_lc",
+        ("llama-cpp-python", "numpy"),
+        "llama_cpp",
+        {"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CXXFLAGS": f"-include {_TILE_CONFIG}"},
     ),
     # Without NATIVE it is compiled for processors with AVX2 and nothing newer.
     "llama.cpp-avx2": Environment(

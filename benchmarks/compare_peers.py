@@ -4,6 +4,7 @@ python benchmarks/compare_peers.py setup --home DIR        # 15 minutes and 6 GB
 python benchmarks/compare_peers.py run --home DIR --seconds 900 --with-neighbour
 python benchmarks/compare_peers.py run --home DIR --only atom-4 llama.cpp-4 --prompts gsm8k.jsonl
 python benchmarks/compare_peers.py run --home DIR --only atom-hybrid llama.cpp-hybrid
+python benchmarks/compare_peers.py run --home DIR --gguf FILE.gguf  # ours and llama.cpp on it
 
 `setup` makes an environment for each peer and exports the embedded model for it. `run` starts one
 process an engine; they take turns on the same tokens, a bandwidth probe between. Decode speed is
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from _cpu_facts import cpu_features
-from _peer_process import PEERS, PROBE, USUAL, Peer, Worker
+from _peer_process import PEERS, PROBE, USUAL, Peer, Worker, peers_on
 from _peer_setup import ENVIRONMENTS, set_up
 from _quiet import OtherWork, neighbour
 
@@ -132,9 +133,14 @@ class Contest:
 
 def _prompts(args: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
     """Chats, and a long text, as tokens."""
+    from atom.config import ModelOptions
     from atom.model_loader.read_files import read_tokenizer
+    from atom.model_loader.source import resolve_model
 
-    tokenizer = read_tokenizer(args.home / "smollm2", trust_remote_code=False)
+    folder = args.home / "smollm2"
+    if args.gguf is not None:
+        folder = resolve_model(ModelOptions(model=str(args.gguf))).path
+    tokenizer = read_tokenizer(folder, trust_remote_code=False)
     chats = [
         tokenizer.encode(
             tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True)
@@ -208,10 +214,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "openvino-genai 'optimum-intel[openvino]'",
     )  # fmt: skip
     run = commands.add_parser("run", help="measure")
-    run.add_argument(
+    which = run.add_mutually_exclusive_group()
+    which.add_argument(
         "--only", nargs="+", choices=PEERS, default=USUAL,
         help="all on the embedded model; those on a hybrid one, with random weights, only by name",
     )  # fmt: skip
+    which.add_argument("--gguf", type=Path, help="ours and llama.cpp on this file")
     run.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     run.add_argument("--seconds", type=float, default=600, help="begin no round later (600)")
     run.add_argument(
@@ -244,7 +252,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from atom.platform import default_num_threads
 
     threads = args.num_threads or default_num_threads()
-    peers = [PEERS[name] for name in args.only]
+    peers = [PEERS[name] for name in args.only] if args.gguf is None else peers_on(args.gguf)
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(Worker.start(PROBE, args.home, threads))
         workers = {

@@ -6,6 +6,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.quants import dequantize
 from models.harness import ModelBench
 from patience import wait_until
 
@@ -165,8 +167,6 @@ def test_numbers_of_a_file_are_rounded(
     assert read.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
     up, norm = sorted(read.tensors, key=lambda tensor: str(tensor.name))
     assert up.tensor_type is GGMLQuantizationType[kind]
-    from gguf.quants import dequantize
-
     np.testing.assert_allclose(dequantize(up.data, up.tensor_type), matrix, atol=0.01)
     np.testing.assert_array_equal(norm.data, matrix[0])
 
@@ -208,6 +208,30 @@ def test_a_hybrid_file_is_the_checkpoint(
         expected = reference(torch.tensor([tokens])).logits[0]
     bench = ModelBench(tmp_path / "a.gguf", num_blocks=4, tokenizer=str(tmp_path))
     torch.testing.assert_close(bench.run(tokens, [5, 1]), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shape", ["llama-1b", "qwen3-30b-a3b"])
+def test_random_files(
+    benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    """Weights of each type have the usual size, and both engines are compared on the file."""
+    random = benchmark_module("random_gguf")
+    monkeypatch.setattr(random, "GGUFReader", lambda _: Namespace(fields={}))
+    monkeypatch.setattr(random, "_VOCABULARY", 64)
+    small = replace(random.SHAPES[shape], hidden=256, heads=2, kv_heads=1, head=128, wide=256)
+    small = replace(small, experts=min(small.experts, 2), used=min(small.used, 1))
+    monkeypatch.setattr(random, "SHAPES", {shape: small})
+    for kind in random.TYPES:
+        random.main([shape, kind, str(tmp_path / f"{kind}.gguf"), "--layers", "2"])
+        tensors = GGUFReader(tmp_path / f"{kind}.gguf").tensors
+        spreads = {t.name: dequantize(t.data, t.tensor_type).std() for t in tensors}
+        assert len(spreads) == (26 if small.experts else 20)
+        assert all("norm" in name or 0.01 < size < 0.04 for name, size in spreads.items()), spreads
+    ours, theirs = benchmark_module("_peer_process").peers_on(tmp_path / "q4_k_m.gguf")
+    assert (ours.name, theirs.name) == ("atom-file", "llama.cpp-file")
+    assert ours.is_rival(theirs)
+    assert 4 < ours.bits < 8
+    assert ours.model(tmp_path) == tmp_path / "q4_k_m.gguf"
 
 
 def test_hybrids_are_compared_with_each_other(benchmark_module: Module) -> None:
@@ -254,6 +278,8 @@ def test_options(benchmark_module: Module, capsys: pytest.CaptureFixture[str]) -
     parse = benchmark_module("compare_peers").parse_args
     args = parse(["setup", "--home", "x", "--packages", "openvino", "a", "b"])
     assert args.packages == {"openvino": ["a", "b"]}
+    with pytest.raises(SystemExit):
+        parse(["run", "--home", "x", "--gguf", "a.gguf", "--only", "atom-4"])
     with pytest.raises(SystemExit):
         parse(["setup", "--home", "x", "--packages", "vllm", "a"])
     assert (
