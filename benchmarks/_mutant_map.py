@@ -17,6 +17,8 @@ from _mutants import Mutant
 
 # For what is imported and collected before the first test.
 _SECONDS_TO_START = 60.0
+# Tests that are tried before further files are read.
+_FIRST_TESTS = 5
 _OURS = ("atom", "tests", "conftest", "__main__", "__mp_main__", "mutations", "_mutant", "_chaos")
 
 
@@ -202,3 +204,12 @@ def choose_tests(tests: Sequence[Test], most_seconds: float) -> tuple[list[Test]
     for test in chosen:
         files[test.file] = files.get(test.file, 0.0) + test.seconds
     return sorted(chosen, key=lambda test: (files[test.file], test.file, test.seconds)), total
+
+
+def in_parts(tests: Sequence[Test]) -> list[Sequence[Test]]:
+    """The first files, with some tests, and the others: to import and collect these takes time that
+    is only needed if none of those fails.
+    """
+    first = list(dict.fromkeys(test.file for test in tests[:_FIRST_TESTS]))
+    count = sum(test.file in first for test in tests)
+    return [part for part in (tests[:count], tests[count:]) if part]

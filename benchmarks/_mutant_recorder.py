@@ -18,6 +18,7 @@ from types import CodeType
 
 import numpy as np
 import pytest
+from _mutant_runs import seconds_of
 
 # What marks are written to, by a name that every module finds.
 _RAN = "__lines_that_ran__"
@@ -119,9 +120,9 @@ class Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._marked.take()
         self._passed = True
-        start = time.monotonic()
+        used, start = time.process_time(), time.monotonic()
         yield
-        seconds = time.monotonic() - start
+        seconds = seconds_of(time.process_time() - used, time.monotonic() - start)
         taken = self._marked.take().items()
         lines = {str(Path(path).relative_to(self._tree)): ran for path, ran in taken}
         if self._passed and lines:

@@ -24,8 +24,8 @@ from typing import Any
 _MOST_BYTES = 8 << 30
 _MUTATED = "atom"
 _TICK_SECONDS = 0.02
-# Of a tick that took longer, this process and its tests were stopped from outside.
-_LONGEST_TICK_SECONDS = 0.5
+# What counts of the seconds in which a test waits, for a processor or for something else.
+_WAITING = 0.2
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,13 @@ class TestRun:
     seconds: float
     failed: list[str]
     timed_out: bool = False
+
+
+def seconds_of(processor: float, clock: float) -> float:
+    """What a run took, however busy the machine is: seconds of a processor, or a part of those that
+    went by where it waits.
+    """
+    return max(processor, clock * _WAITING)
 
 
 class Pace:
@@ -134,7 +141,7 @@ class Runner:
         """Run test files as a plugin chooses their tests.
 
         Args:
-            limit: seconds after which the run is ended; those in which all is stopped do not count.
+            limit: seconds after which the run is ended, as `seconds_of`.
             pace: what the plugin tells of each test, which may end the run sooner.
             keep_going: after a failed test.
             write_bytecode: of test files, so that later runs need not compile them.
@@ -179,7 +186,7 @@ def _fork(work: Callable[[], int], limit: float, pace: Pace) -> int | None:
         finally:
             os._exit(code)
     status: int | None = None
-    spent, last = 0.0, time.monotonic()
+    spent, last, used = 0.0, time.monotonic(), 0.0
     at, most, since = *pace.newest, 0.0
     while status is None and spent < limit and spent - since < most:
         done, code = os.waitpid(child, os.WNOHANG)
@@ -187,9 +194,9 @@ def _fork(work: Callable[[], int], limit: float, pace: Pace) -> int | None:
             status = os.waitstatus_to_exitcode(code)
         else:
             time.sleep(_TICK_SECONDS)
-        now = time.monotonic()
-        spent += min(now - last, _LONGEST_TICK_SECONDS)
-        last = now
+        now, so_far = time.monotonic(), _processor_seconds(child) if not done else used
+        spent += seconds_of(so_far - used, now - last)
+        last, used = now, so_far
         if pace.newest[0] != at:
             at, most, since = *pace.newest, spent
     with contextlib.suppress(ProcessLookupError):
@@ -197,3 +204,9 @@ def _fork(work: Callable[[], int], limit: float, pace: Pace) -> int | None:
     if status is None:
         os.waitpid(child, 0)
     return status
+
+
+def _processor_seconds(process: int) -> float:
+    """Of a process that has not been waited for, without its children."""
+    after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")

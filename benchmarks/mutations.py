@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from _mutant_areas import AREAS, Area
-from _mutant_map import Chosen, LineMap, choose_tests
+from _mutant_map import Chosen, LineMap, choose_tests, in_parts
 from _mutant_reasons import reason_of
 from _mutant_runs import Runner
 from _mutants import Mutant, compiles, mutants_of
@@ -111,20 +111,26 @@ def try_mutant(
         return result
     path = tree / mutant.path
     source, stat = path.read_bytes(), path.stat()
-    files = list(dict.fromkeys(test.file for test in tests))
-    limits = {test.id: _PATIENCE * line_map.slowest(test.file) + _SECONDS_MORE for test in tests}
-    chosen = Chosen(limits)
+    limit = _PATIENCE * usual + _MOST_SECONDS_MORE
+    taken, outcome, by = 0.0, SURVIVED, ""
     try:
         path.write_bytes(mutant.apply(source))
         # Its bytecode is known by its time and size.
         os.utime(path, (0, 0))
-        ran = runner.run(files, _PATIENCE * usual + _MOST_SECONDS_MORE, chosen, chosen.pace)
+        for part in in_parts(tests):
+            slowest = {test.id: line_map.slowest(test.file) for test in part}
+            chosen = Chosen({id: _PATIENCE * most + _SECONDS_MORE for id, most in slowest.items()})
+            files = list(dict.fromkeys(test.file for test in part))
+            ran = runner.run(files, limit, chosen, chosen.pace)
+            taken += ran.seconds
+            if ran.failed:
+                outcome = TIMED_OUT if ran.timed_out else KILLED
+                by = chosen.newest if ran.timed_out else ran.failed[0]
+                break
     finally:
         path.write_bytes(source)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    outcome = TIMED_OUT if ran.timed_out else KILLED if ran.failed else SURVIVED
-    by = chosen.newest if ran.timed_out else ran.failed[0] if ran.failed else ""
-    return {**result, "outcome": outcome, "by": by, "seconds": round(ran.seconds, 1)}
+    return {**result, "outcome": outcome, "by": by, "seconds": round(taken, 1)}
 
 
 def without_mutants(runner: Runner, results: Sequence[dict[str, Any]], seconds: float) -> list[str]:

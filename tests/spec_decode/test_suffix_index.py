@@ -100,6 +100,17 @@ def test_the_majority_decides_and_doubt_remains() -> None:
     assert predict(index.followers([99, 1, 2], 3), 3, first * 1.01).token_ids == []
 
 
+def test_a_probability_that_is_just_reached_is_enough() -> None:
+    even = {(5, 6): _DOUBT}
+    assert predict(even, 2, 0.5).token_ids == [5]
+
+
+def test_one_token_that_came_before_is_enough() -> None:
+    index = SuffixIndex()
+    index.extend([5, 6, 7, 5])
+    assert predict(index.followers([5, 6, 7, 5], 2), 2, 0.0).token_ids == [6, 7]
+
+
 def test_a_longer_match_outweighs_many_short_ones() -> None:
     index = SuffixIndex()
     index.extend([1, 2, 3, 4, 5, 6, 7, 8, 50])

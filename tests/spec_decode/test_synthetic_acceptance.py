@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM, SamplingParams, StructuredOutput
 from atom.config import ConfigError, SpeculativeOptions
 from atom.messages import EngineLimits, RequestRefusedError
-from atom.sampling.synthetic import SyntheticAcceptance
+from atom.sampling.synthetic import SyntheticAcceptance, _mixed
 from atom.stats import SpecDecodeStats
 
 K = 3
@@ -117,6 +117,12 @@ def test_counts_follow_seed_and_position() -> None:
     assert np.corrcoef(counts[1:], counts[:-1])[0, 1] == pytest.approx(0, abs=0.02)
     few = np.arange(40000) % (K + 1)
     np.testing.assert_array_equal(acceptance.counts(seeds, positions, few), np.minimum(counts, few))
+
+
+def test_the_mixture_is_splitmix64() -> None:
+    """The first two numbers of its generator from 0."""
+    words = np.array([0, 0x9E3779B97F4A7C15], dtype=np.uint64)
+    assert _mixed(words).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
 
 
 def test_grammars_are_refused_and_the_log_and_answers_say_why(

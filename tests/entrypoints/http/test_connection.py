@@ -125,6 +125,10 @@ async def test_complete_headers_are_counted_too() -> None:
             for form in (b"GET /?%s HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nx: %s\r\n"):
                 request = form % (b"a" * size) + b"Connection: close\r\n\r\n"
                 assert status(await answer(port, request)) == expected
+        # Each as if it were written with a space.
+        many = b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * (MAX_HEADER_BYTES // 6 + 9)
+        assert len(many) < MAX_HEADER_BYTES
+        assert status(await answer(port, many)) == 431
 
 
 @pytest.mark.parametrize(
