@@ -35,6 +35,12 @@ class Rotation(Protocol):
     def rope(self) -> Rope: ...
 
 
+class Rotary(Rotation, Protocol):
+    """A rotation with a row for each position."""
+
+    def of_step(self, model_input: ModelInput) -> tuple[torch.Tensor, Rotation]: ...
+
+
 class RotaryEmbedding(nn.Module):
     """What attention rotates its queries and keys by: the two halves of each head ("neox" style).
 

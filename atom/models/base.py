@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ class CausalLM(nn.Module, ABC):
         op_by_op: why its steps can be neither captured nor recorded; None if they can.
     """
 
-    op_by_op: ClassVar[str | None] = None
+    op_by_op: str | None = None
 
     @property
     @abstractmethod

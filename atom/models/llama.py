@@ -32,7 +32,7 @@ from atom.model_ops.linear import (
     RowParallelLinear,
 )
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import RotaryEmbedding, Rotation
+from atom.model_ops.rotary import Rotary, RotaryEmbedding, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
+Scale = Callable[[torch.Tensor, float], torch.Tensor]
 SILU = ("silu", "swish")  # two names of one function
 _WITH_MLP_BIAS = ("llama", "deepseek_v2", "smollm3", "granite")
 
@@ -200,10 +201,48 @@ class LlamaAttention(Sublayer):
         self.attn.write(self.prepare_keys(k), v, positions, metadata, rotary)
 
 
-class LlamaDecoderLayer(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention and MLP with pre-norms; the residual is passed separately.
 
     What attention and MLP return is this rank's part of a sum, which the next norm completes.
+    """
+
+    self_attn: Sublayer
+    mlp: Sublayer
+    input_layernorm: ResidualRMSNorm | ResidualLayerNorm
+    post_attention_layernorm: ResidualRMSNorm | ResidualLayerNorm
+
+    def enter(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[Rows, torch.Tensor]:
+        """From what the layer below returned, or the embedding and None: the attention's input, and
+        the hidden state that enters the layer.
+        """
+        if residual is None:
+            return self.input_layernorm(hidden), hidden
+        return self.input_layernorm.feed(hidden, residual)
+
+    def forward(
+        self,
+        x: Rows,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: Rotation,
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From what `enter` returned: this rank's part of a sum, and the residual, whose sum is the
+        layer's output, of `rows` [R] or of all.
+        """
+        attended = self.self_attn(x, positions, metadata, rotary)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
+        x, residual = self.post_attention_layernorm.feed(attended, residual)
+        return self.mlp(x), residual
+
+
+class LlamaDecoderLayer(DecoderLayer):
+    """Layers that a configuration describes.
 
     Attributes:
         is_whole: whether the layer returns the sum itself instead, the same on all ranks.
@@ -211,7 +250,6 @@ class LlamaDecoderLayer(nn.Module):
 
     attention_class: ClassVar[type[Sublayer]] = LlamaAttention
     is_whole: ClassVar[bool] = False
-    input_layernorm: ResidualRMSNorm | ResidualLayerNorm
 
     def __init__(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
@@ -251,75 +289,22 @@ class LlamaDecoderLayer(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         return ResidualRMSNorm(size, eps, context, is_whole=cls.is_whole)
 
-    def enter(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[Rows, torch.Tensor]:
-        """From what the layer below returned, or the embedding and None: the attention's input, and
-        the hidden state that enters the layer.
-        """
-        if residual is None:
-            return self.input_layernorm(hidden), hidden
-        return self.input_layernorm.feed(hidden, residual)
 
-    def forward(
-        self,
-        x: Rows,
-        residual: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-        rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From what `enter` returned: this rank's part of a sum, and the residual, whose sum is the
-        layer's output, of `rows` [R] or of all.
-        """
-        attended = self.self_attn(x, positions, metadata, rotary)
-        if rows is not None:
-            attended, residual = attended[rows], residual[rows]
-        x, residual = self.post_attention_layernorm.feed(attended, residual)
-        return self.mlp(x), residual
-
-
-class LlamaModel(nn.Module):
+class Decoder(nn.Module):
     """Embedding, decoder layers and final norm.
 
-    Args:
-        rotaries: that of each layer.
-        embedding_scale: factor on the embedding's rows.
-
     Attributes:
-        rotary: of the first layer, and of those that follow the last.
         aux_layer_ids: boundary ids of the hidden states that a forward pass returns.
     """
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        context: LayerContext,
-        layer_class: type[LlamaDecoderLayer],
-        rotaries: Sequence[RotaryEmbedding],
-        prefix: str,
-        embedding_scale: float = 1.0,
-    ) -> None:
-        super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, context, f"{prefix}.embed_tokens"
-        )
-        self._layers = tuple(
-            layer_class(config, i, context, f"{prefix}.layers.{i}")
-            for i in range(config.num_hidden_layers)
-        )
-        self.layers = nn.ModuleList(self._layers)
-        self.norm = layer_class.create_final_norm(config, context)
-        self.rotary = rotaries[0]
-        self._rotaries = tuple(dict.fromkeys(rotaries))
-        self.rotaries = nn.ModuleList(self._rotaries)
-        self._rotary_of_layer = tuple(map(self._rotaries.index, rotaries))
-        self._embedding_scale = embedding_scale
-        self._scale = None
-        if embedding_scale != 1:
-            self._scale = context.ops.resolve("scale", context.dtype)
-        self.aux_layer_ids: tuple[int, ...] = ()
+    embed_tokens: VocabParallelEmbedding
+    norm: ResidualRMSNorm | ResidualLayerNorm
+    aux_layer_ids: tuple[int, ...]
+    _layers: tuple[DecoderLayer, ...]
+    _rotaries: tuple[Rotary, ...]
+    _rotary_of_layer: tuple[int, ...]
+    _embedding_scale: float
+    _scale: Scale | None
 
     def forward(self, model_input: ModelInput) -> ModelOutput:
         hidden = self.embed_tokens(model_input.input_ids)
@@ -362,6 +347,48 @@ class LlamaModel(nn.Module):
             hidden = of_rows.new_zeros(len(model_input.input_ids), of_rows.shape[1])
             hidden[rows] = of_rows
         return ModelOutput(hidden, tuple(boundaries[i] for i in self.aux_layer_ids))
+
+
+class LlamaModel(Decoder):
+    """A decoder that a configuration describes.
+
+    Args:
+        rotaries: that of each layer.
+        embedding_scale: factor on the embedding's rows.
+
+    Attributes:
+        rotary: of the first layer, and of those that follow the last.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        context: LayerContext,
+        layer_class: type[LlamaDecoderLayer],
+        rotaries: Sequence[RotaryEmbedding],
+        prefix: str,
+        embedding_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, context, f"{prefix}.embed_tokens"
+        )
+        self._layers = tuple(
+            layer_class(config, i, context, f"{prefix}.layers.{i}")
+            for i in range(config.num_hidden_layers)
+        )
+        self.layers = nn.ModuleList(self._layers)
+        self.norm = layer_class.create_final_norm(config, context)
+        self.rotary = rotaries[0]
+        distinct = tuple(dict.fromkeys(rotaries))
+        self._rotaries = distinct
+        self.rotaries = nn.ModuleList(distinct)
+        self._rotary_of_layer = tuple(map(distinct.index, rotaries))
+        self._embedding_scale = embedding_scale
+        self._scale = None
+        if embedding_scale != 1:
+            self._scale = context.ops.resolve("scale", context.dtype)
+        self.aux_layer_ids: tuple[int, ...] = ()
 
 
 class LlamaForCausalLM(CausalLM):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,21 +13,33 @@ import transformers
 from models import checkpoints
 from models.checkpoints import Checkpoint, edit_config, prompt
 from models.harness import ModelBench, load_model, split
-from models.transformers_families import FAMILIES, OFTEN, write_family
+from models.transformers_families import EXPERTS, FAMILIES, OFTEN, write_family
 from ranks import run_ranks
 from spec_decode import engines
 from spec_decode.engines import create_engine, generate
-from transformers import ArceeConfig, ArceeForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from atom import SamplingParams
 from atom.config import ConfigError, ModelOptions
 from atom.kv_cache.base import KVCachePlan
 from atom.model_engine.start_up import kv_memory
 from atom.model_loader.source import resolve_model
+from atom.model_ops.layer_context import LayerContext
 from atom.models.registry import choose_implementation
 from atom.models.transformers.attention import PlainAttention
 from atom.models.transformers.check import check_model
 from atom.models.transformers.model import TransformersForCausalLM
+from atom.platform import cpu_platform
 
 TOLERANCE = 1e-4
 LENGTH = 30
@@ -74,17 +88,21 @@ def test_greedy_tokens(
     tmp_path: Path,
     byte_level_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In a batch, after a prefix hit, preempted, and with an Eagle3 draft."""
+    """In a batch, after a prefix hit, preempted, and with an Eagle3 draft; the log says why no
+    step is recorded.
+    """
     size = len(byte_level_tokenizer)
     checkpoint = write_family(name, tmp_path / "target", vocab_size=size)
     byte_level_tokenizer.save_pretrained(checkpoint.folder)
     shared = prompt(20)
     prompts = [[*shared, *prompt(n, seed=n)] for n in (1, 6, 15)]
     expected = [greedy(checkpoint, token_ids) for token_ids in prompts]
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="atom"):
         patch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(16, 0))
         engine = create_engine(checkpoint.folder, max_model_len=60)
+    assert "run op by op: transformers' modelling code of Olmo3ForCausalLM is" in caplog.text
     assert generate(engine, GREEDY, prompts) == expected
     assert engine.engine.core.stats.num_preemptions > 0
     again = engine.generate(prompts[1:], GREEDY, use_tqdm=False)
@@ -106,9 +124,11 @@ def greedy(checkpoint: Checkpoint, token_ids: list[int]) -> list[int]:
     return tokens[len(token_ids) :]
 
 
-@pytest.mark.parametrize("name", ["arcee", "olmo3", "opt"])
+@pytest.mark.parametrize("name", ["arcee", "cwm", "olmo3", "opt"])
 def test_two_ranks(name: str, tmp_path: Path) -> None:
-    """Halves of layers, layers whose rows are gathered, and layers without a plan."""
+    """Halves of layers, by its own code and by our decoder, layers whose rows are gathered, and
+    layers without a plan.
+    """
     checkpoint = write_family(name, tmp_path)
     tokens = prompt(LENGTH)
     if name == "opt":
@@ -133,8 +153,9 @@ def test_quantised_experts_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path, 32, quantization="int8")
 
 
-def test_hidden_states_between_layers(tmp_path: Path) -> None:
-    checkpoint = write_family("arcee", tmp_path)
+@pytest.mark.parametrize("name", ["arcee", "cwm"])  # by its own code, and by our decoder
+def test_hidden_states_between_layers(name: str, tmp_path: Path) -> None:
+    checkpoint = write_family(name, tmp_path)
     bench = ModelBench(tmp_path)
     bench.model.set_aux_layer_ids((2, 0, 3))
     tokens = prompt(12)
@@ -147,18 +168,111 @@ def test_hidden_states_between_layers(tmp_path: Path) -> None:
     assert_close(normed, expected[3])
 
 
+def on_meta(
+    config: PretrainedConfig, model_class: type[PreTrainedModel] | None = None
+) -> TransformersForCausalLM:
+    """A model without memory, which is tried like any other."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    context = LayerContext.create(torch.float32, 32, cpu_platform())
+    context = replace(context, device=torch.device("meta"))
+    return TransformersForCausalLM(config, context, model_class or getattr(transformers, name))
+
+
 @pytest.mark.parametrize(
-    ("name", "count"),
+    ("name", "count", "reason"),
     [
-        ("arcee", 3),
+        ("cwm", 3, None),
+        ("internlm3", 3, None),
+        ("seed_oss", 3, None),
+        ("arcee", 3, "layer 0 has 0 of the expected 1 MLPs that gate by silu"),
         # Norms of queries and keys; neighbours that are rotated; biases, and no plain names.
-        *[("olmo3", 0), ("helium", 0), ("gpt_neox", 0)],
+        ("olmo3", 0, "its layers are not all given the same"),
+        ("helium", 0, "layer 0 has 0 of the expected 1 attentions that only rotate"),
+        ("gpt_neox", 0, "no list of layers between an embedding and an RMS norm"),
+        ("hyperclovax", 3, "layer 0 has 4 of the expected 2 RMS norms"),
+        ("mellum", 0, "its cosines and sines depend on more than positions"),
     ],
 )
-def test_attention_that_only_rotates_is_ours(name: str, count: int, tmp_path: Path) -> None:
-    write_family(name, tmp_path)
-    model = load_model(tmp_path, 32)
+def test_what_computes_the_same_is_ours(name: str, count: int, reason: str | None) -> None:
+    fields = {**checkpoints.DENSE, **EXPERTS, **FAMILIES[name]}
+    model = on_meta(CONFIG_MAPPING[name](**fields))
     assert sum(isinstance(module, PlainAttention) for module in model.modules()) == count
+    assert (model.op_by_op is None) == (reason is None)
+    assert reason is None or reason in str(model.op_by_op)
+
+
+class ScaledLayer(LlamaForCausalLM):
+    """Multiplies what leaves its second layer."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.layers[1].register_forward_hook(lambda _, __, out: out * 1.01)
+
+
+class BoundLayer(LlamaForCausalLM):
+    """Reaches the parts of a layer by another way than their names."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        layer = self.model.layers[1]
+        layer.forward = layer.forward
+
+
+class ScaledEmbedding(LlamaForCausalLM):
+    """Multiplies what enters the first layer."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
+
+
+class ScaledOutput(LlamaForCausalLM):
+    """Multiplies what leaves the last norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.register_forward_hook(
+            lambda _, __, out: type(out)(last_hidden_state=out.last_hidden_state * 2)
+        )
+
+
+class TurnsFaster(LlamaForCausalLM):
+    """Rotates by twice the positions from the second on."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        rotary = self.model.rotary_emb
+        own = rotary.forward
+        rotary.forward = lambda x, position_ids: own(x, position_ids * x.shape[-1])
+
+
+class ScaledLogits(LlamaForCausalLM):
+    """Multiplies logits."""
+
+    def forward(self, *args: Any, **others: Any) -> Any:
+        out = super().forward(*args, **others)
+        out.logits = out.logits * 2
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model_class", "reason"),
+    [
+        (LlamaForCausalLM, None),
+        (ScaledLayer, "layer 1 does more than add attention and MLP of norms to its input"),
+        (BoundLayer, "layer 1 cannot be tried"),
+        (ScaledEmbedding, "layer 0 does more"),
+        (ScaledOutput, "it does more than run its layers one after another"),
+        (TurnsFaster, "cosines and sines are not those of the given positions"),
+        (ScaledLogits, "the head of ScaledLogits is needed"),
+    ],
+)
+def test_a_model_that_does_more_keeps_its_code(
+    model_class: type[PreTrainedModel], reason: str | None
+) -> None:
+    model = on_meta(LlamaConfig(**checkpoints.DENSE), model_class)
+    assert (model.op_by_op is None) == (reason is None)
+    assert reason is None or reason in str(model.op_by_op)
 
 
 class Shifting(ArceeForCausalLM):
@@ -194,9 +308,6 @@ def test_a_state_beside_keys_and_values_shows() -> None:
     ],
 )
 def test_what_would_differ_is_refused_by_name(model_type: str, message: str) -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     fields = {"head_dim": 128, "num_key_value_heads": 8} if model_type == "nemotron" else {}
     config = CONFIG_MAPPING[model_type](**fields)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
@@ -252,4 +363,5 @@ def test_the_same_tokens_as_natively_and_the_log_says_why(
     assert generate(engine, GREEDY, prompts) == native
     lines = [record.message for record in caplog.records]
     assert any("LlamaForCausalLM of transformers' modelling code, as --mod" in m for m in lines)
-    assert any("run op by op: transformers' modelling code calls" in m for m in lines)
+    assert any("LlamaForCausalLM: tries found that its layers compute" in m for m in lines)
+    assert not any("run op by op" in m for m in lines)

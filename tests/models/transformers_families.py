@@ -108,7 +108,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 OFTEN = (
     *("afmoe", "apertus", "arcee", "aria_text", "axk1", "bitnet", "codegen"),
     "cohere2_moe",
-    *("ctrl", "ernie4_5_moe", "exaone4", "gemma", "glm", "gpt2", "gpt_bigcode", "gpt_neox"),
+    *("ctrl", "cwm", "ernie4_5_moe", "exaone4", "gemma", "glm", "gpt2", "gpt_bigcode", "gpt_neox"),
     *("granitemoe", "helium", "hunyuan_v1_dense", "jais2", "nanochat", "olmo3", "opt", "phi"),
     *("persimmon", "starcoder2"),
 )

@@ -127,11 +127,11 @@ def _is_plain(facts: LayerFacts) -> bool:
         return False
     if facts.key_size != facts.value_size:
         return False
-    hidden = _numbers(1, _LENGTH, linears[0].in_features)
+    hidden = numbers(1, _LENGTH, linears[0].in_features)
     given = [_Given(linear.out_features) for linear in linears]
     tried = copy.copy(module)
     tried._modules = dict(zip((*_INPUTS, _OUTPUT), given, strict=True))
-    cos, sin = (_numbers(1, _LENGTH, facts.key_size // 2).repeat(1, 1, 2) + x for x in (0, 1))
+    cos, sin = (numbers(1, _LENGTH, facts.key_size // 2).repeat(1, 1, 2) + x for x in (0, 1))
     call = _Noted()
     try:
         with torch.inference_mode():
@@ -163,7 +163,7 @@ class _Given(nn.Module):
 
     def __init__(self, columns: int) -> None:
         super().__init__()
-        self.rows = _numbers(1, _LENGTH, columns).cos()
+        self.rows = numbers(1, _LENGTH, columns).cos()
         self.seen: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -185,11 +185,12 @@ class _Noted:
         self.seen += [q, k, v]
         # With a mask or further arguments it is something else.
         self.scale = 0.0 if call.others or call.mask is not None else call.scale
-        self.out = _numbers(1, q.shape[2], q.shape[1], v.shape[3])
+        self.out = numbers(1, q.shape[2], q.shape[1], v.shape[3])
         return self.out
 
 
-def _numbers(*shape: int) -> torch.Tensor:
+def numbers(*shape: int) -> torch.Tensor:
+    """Of a try."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).sin().view(shape)
 
 

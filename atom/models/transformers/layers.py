@@ -39,19 +39,19 @@ class Embedding(VocabParallelEmbedding):
 
     def __init__(self, like: nn.Embedding, context: LayerContext, prefix: str) -> None:
         super().__init__(like.num_embeddings, like.embedding_dim, context, prefix)
-        self._factor = 1.0
+        self.factor = 1.0
         if type(like) is not nn.Embedding:
             scale = getattr(like, "embed_scale", None)
             if scale is None:
                 raise ConfigError(f"its input embedding is a {type(like).__name__}")
-            self._factor = torch.tensor(float(scale), dtype=context.dtype).item()
+            self.factor = torch.tensor(float(scale), dtype=context.dtype).item()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[1, T] -> [1, T, hidden], or for a draft that shares it [T] -> [T, hidden] as stored."""
         rows = super().forward(input_ids.flatten())
         if input_ids.dim() > 1:
             rows = rows.view(*input_ids.shape, -1)
-            rows = rows if self._factor == 1 else rows * self._factor
+            rows = rows if self.factor == 1 else rows * self.factor
         return rows
 
 
@@ -148,12 +148,12 @@ class GatedMLP(nn.Module):
         )
         style = plan.get(f"{name}.down_proj")
         self.down_proj = Linear(down, style, context, f"{prefix}.down_proj")
-        self._act = context.ops.resolve("silu_and_mul", context.dtype, size=gate.out_features)
+        self.act = context.ops.resolve("silu_and_mul", context.dtype, size=gate.out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> [..., hidden]."""
         both = self.gate_up_proj.forward(x.reshape(-1, x.shape[-1]))
-        out = self.down_proj.forward(self._act(both))
+        out = self.down_proj.forward(self.act(both))
         return out.view(x.shape)
 
 

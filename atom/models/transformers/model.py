@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,12 @@ from atom.model_ops.rotary import StepRotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
 from atom.models.transformers.attention import replace_attentions
+from atom.models.transformers.decoder import (
+    DiffersError,
+    FoundDecoder,
+    find_decoder,
+    only_multiplies,
+)
 from atom.models.transformers.images import TransformersImageEncoder
 from atom.models.transformers.layers import (
     Embedding,
@@ -56,6 +63,8 @@ from atom.models.vision.encoder import ImageEncoder
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 
 class TransformersForCausalLM(CausalLM):
     """A model of transformers' classes; source of names and computation: its modelling code.
@@ -68,8 +77,6 @@ class TransformersForCausalLM(CausalLM):
     Raises:
         ConfigError: saying what is not honoured.
     """
-
-    op_by_op = "transformers' modelling code calls operations of PyTorch"
 
     def __init__(
         self, config: PretrainedConfig, context: LayerContext, model_class: type[PreTrainedModel]
@@ -101,15 +108,35 @@ class TransformersForCausalLM(CausalLM):
         replace_attentions(self.base, facts, plan, self._names, context)
         replace_linears(self.base, plan, self._names, context)
         replace_norms(self.base, self._names, context)
+        self._attentions = tuple(_attention(layer, context) for layer in facts)
+        self.attentions = nn.ModuleList(self._attentions)
+        self._find_ours(config, context)
         materialise(self.base, self._names, context)
         materialise(self.hf, self._names, context)
         self._names.stack_experts(self.base)
-        self._attentions = tuple(_attention(layer, context) for layer in facts)
-        self.attentions = nn.ModuleList(self._attentions)
         size = facts[0].key_size
         self._rope: Rope = context.ops.resolve("rope", context.dtype, head_dim=size)
         self.aux_layer_ids: tuple[int, ...] = ()
         self._boundaries: dict[int, torch.Tensor] = {}
+
+    def _find_ours(self, config: PretrainedConfig, context: LayerContext) -> None:
+        """Let a decoder and a head of ours compute the model, if they compute the same."""
+        # In a tuple, so that its modules keep the checkpoint's names.
+        self._decoder: tuple[FoundDecoder, ...] = ()
+        columns = self._embedding.in_features, int(config.vocab_size)
+        has_bias = self.hf.get_submodule(self._head_name).bias is not None
+        self._only_multiplies = not has_bias and only_multiplies(self.hf, self._head_name, columns)
+        name = type(self.hf).__name__
+        try:
+            decoder = find_decoder(self.base, self._layers, self._attentions, context)
+        except DiffersError as error:
+            self.op_by_op = f"transformers' modelling code of {name} is needed: {error}"
+            return
+        self._decoder = (decoder,)
+        if not self._only_multiplies:
+            self.op_by_op = f"transformers' modelling code of the head of {name} is needed"
+        if context.device.type != "meta":
+            logger.info("%s: tries found that its layers compute what atom's decoder does", name)
 
     def _take_tower(
         self, whole: PreTrainedModel, context: LayerContext
@@ -165,9 +192,14 @@ class TransformersForCausalLM(CausalLM):
 
     @property
     def final_norm(self) -> RMSNorm:
+        if self._decoder:
+            return self._decoder[0].norm
         raise ConfigError(f"{type(self.hf).__name__} of transformers has no norm of ours")
 
     def forward(self, model_input: ModelInput) -> ModelOutput:
+        if self._decoder:
+            output: ModelOutput = self._decoder[0](model_input)
+            return output
         given = {"input_ids": model_input.input_ids[None]}
         if model_input.images is not None:
             embeds = model_input.images.fill(self._embedding(model_input.input_ids))
@@ -183,6 +215,9 @@ class TransformersForCausalLM(CausalLM):
         return ModelOutput(hidden[0], aux)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._only_multiplies:
+            whole: torch.Tensor = self._head(hidden_states)
+            return whole
         logits = head_logits(self.hf, hidden_states)
         return logits.float()
 
@@ -191,6 +226,9 @@ class TransformersForCausalLM(CausalLM):
         if layer_ids and self._layers is None:
             raise ConfigError("its layers are no list, so no hidden states between them are known")
         self.aux_layer_ids = layer_ids
+        if self._decoder:
+            self._decoder[0].aux_layer_ids = layer_ids
+            return
         for boundary in layer_ids:
             self._watch(boundary)
 
