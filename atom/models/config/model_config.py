@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class ModelConfig:
         """
         given = {cls.aliases.get(name, name): copy.deepcopy(raw[name]) for name in raw}
         given.pop("model_type", None)
-        types = _field_types(cls)
+        types = _field_types(cls)  # type: ignore[arg-type]  # mypy: a class has no hash
         for name in types.keys() & given.keys():
             try:
                 msgspec.convert(given[name], types[name])
@@ -77,6 +78,7 @@ class ModelConfig:
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
 
+@functools.cache
 def _field_types(cls: type[ModelConfig]) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
