@@ -12,7 +12,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -20,7 +19,6 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.native import bindings
@@ -60,8 +58,8 @@ class _Memory:
         return storage
 
 
-# The storages of memory that a replay has allocated so far.
-_Made = dict[_Memory, torch.UntypedStorage]
+# What a replay has found, and allocated so far.
+_Storages = dict[_Memory, torch.UntypedStorage]
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,8 @@ class _Place:
     size: torch.Size
     stride: tuple[int, ...]
 
-    def tensor(self, made: _Made) -> torch.Tensor:
-        storage = made[self.memory] if self.memory in made else self.memory.find()
+    def tensor(self, storages: _Storages) -> torch.Tensor:
+        storage = storages[self.memory] if self.memory in storages else self.memory.find()
         empty = torch.empty(0, dtype=self.dtype)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
@@ -93,12 +91,17 @@ class _Call:
     arguments: Any
     results: list[_Memory | None]
 
-    def run(self, made: _Made) -> None:
-        args, kwargs = tree_map_only(_Place, lambda place: place.tensor(made), self.arguments)
-        tensors = _tensors(self.function(*args, **kwargs))
-        for memory, tensor in zip(self.results, tensors, strict=True):
+    def run(self, storages: _Storages) -> None:
+        def tensor(leaf: Any) -> Any:
+            return leaf.tensor(storages) if isinstance(leaf, _Place) else leaf
+
+        args, kwargs = _changed(self.arguments, tensor)
+        result = self.function(*args, **kwargs)
+        if not any(self.results):
+            return
+        for memory, tensor in zip(self.results, _tensors(result), strict=True):
             if memory is not None:
-                made[memory] = tensor.untyped_storage()
+                storages[memory] = tensor.untyped_storage()
 
 
 class _Recording(TorchDispatchMode):
@@ -133,7 +136,7 @@ class _Recording(TorchDispatchMode):
             self._note_results(str(func), result)
             return result
         result = self.record(func, str(func), args, kwargs or {})
-        if any(isinstance(leaf, bool | int | float) for leaf in tree_leaves(result)):
+        if any(isinstance(leaf, bool | int | float) for leaf in leaves_of(result)):
             raise GraphError(f"{func} asks the device for a number")
         return result
 
@@ -157,7 +160,10 @@ class _Recording(TorchDispatchMode):
             self._is_within_call = False
 
     def _places(self, name: str, arguments: Any) -> Any:
-        return tree_map_only(torch.Tensor, partial(self._place, name), arguments)
+        def place(leaf: Any) -> Any:
+            return self._place(name, leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        return _changed(arguments, place)
 
     def _place(self, name: str, tensor: torch.Tensor) -> _Place:
         where = tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -177,8 +183,26 @@ class _Recording(TorchDispatchMode):
         return self._known[storage._cdata]
 
 
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Tuples, lists and tables with their leaves changed; torch's own function takes far longer."""
+    if isinstance(value, tuple):
+        return tuple([_changed(each, change) for each in value])
+    if isinstance(value, list):
+        return [_changed(each, change) for each in value]
+    if isinstance(value, dict):
+        return {name: _changed(each, change) for name, each in value.items()}
+    return change(value)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """What tuples, lists and tables hold in the end."""
+    leaves: list[Any] = []
+    _changed(value, leaves.append)
+    return leaves
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 class PretendedGraph:
@@ -206,11 +230,9 @@ class PretendedGraph:
 
     @torch.inference_mode()
     def replay(self) -> None:
-        for memory in self._needed:
-            memory.find()
-        made: _Made = {}
+        storages = {memory: memory.find() for memory in self._needed}
         for call in self._calls:
-            call.run(made)
+            call.run(storages)
 
 
 @contextmanager

@@ -145,10 +145,12 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "block and chain": ("llama", "dspark", {}),
     "latents": ("deepseek_v3", "mla", {}),
     "own layers": ("deepseek_v3", "mtp", {}),
-    "draft model": ("deepseek_v3", "model", {}),
+    "draft model": ("llama", "model", {}),
+    "draft model of latents": ("deepseek_v3", "model", {}),
 }
-# Each of them is a part of others: of those with options, and of a block with a chain.
-PARTS = ("no drafts", "eagle3", "block")
+# Each of them is a part of others: of those with options, of a block with a chain, and of a target
+# of latents with layers of its own.
+PARTS = ("no drafts", "eagle3", "parallel", "block", "latents", "draft model of latents")
 
 
 class Bench:
@@ -179,7 +181,7 @@ class Bench:
             pretend_graphs(context)
             counting = CountingBackend(backend())
             context.setattr(planned_graphs, "capture_backend", lambda _: counting)
-            engine = self.engine(*what, cudagraph_capture_sizes=[1, 4, 8], **options)
+            engine = self.engine(*what, cudagraph_capture_sizes=[1, 8], **options)
         gc.collect()
         return engine, counting.replays
 
