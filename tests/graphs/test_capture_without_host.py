@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs.pretended_graphs import leaves_of
 from lone_rank import lone_rank
 from models import checkpoints
 from models.families import write_family
@@ -21,7 +22,6 @@ from spec_decode import draft_bench
 from spec_decode.engines import EAGLE_DRAFTS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from atom.graphs.capture import Bucket, GraphPlan, ReexecuteBackend
@@ -73,7 +73,7 @@ class NoHostTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, out)):
+        for leaf in leaves_of((args, kwargs, out)):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
                 raise AssertionError(f"{func} has a tensor on the host: {tuple(leaf.shape)}")
         return out
@@ -101,7 +101,32 @@ def nothing_from_the_host() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[1, 4], ids=["one rank", "a rank of four"])
+RANKS = {1: "one rank", 4: "a rank of four"}
+
+
+def on_ranks(name: str, **cases: tuple[Any, int]) -> pytest.MarkDecorator:
+    """Each case with one rank and on a rank of four; each commit asks one of the two.
+
+    Args:
+        cases: values of the parameter `name` by their ids, and the ranks of each commit.
+    """
+    return pytest.mark.parametrize(
+        ("on_no_device", name),
+        [
+            pytest.param(
+                size,
+                value,
+                id=f"{ranks}-{case}",
+                marks=() if size == often else pytest.mark.slow,
+            )
+            for case, (value, often) in cases.items()
+            for size, ranks in RANKS.items()
+        ],
+        indirect=["on_no_device"],
+    )
+
+
+@pytest.fixture(params=RANKS, ids=RANKS.values())
 def on_no_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LayerContext:
     """Layers whose tensors hold nothing, so that asking for a number raises; ops as on a GPU."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -163,8 +188,12 @@ def glm_moe_dsa(folder: Path, **fields: Any) -> checkpoints.Checkpoint:
     return write_family("glm_moe_dsa", folder, **fields)
 
 
-@pytest.mark.parametrize(
-    "make", [checkpoints.llama, checkpoints.qwen3, checkpoints.deepseek_v3, glm_moe_dsa]
+@on_ranks(
+    "make",
+    llama=(checkpoints.llama, 4),
+    qwen3=(checkpoints.qwen3, 1),
+    deepseek_v3=(checkpoints.deepseek_v3, 1),
+    glm_moe_dsa=(glm_moe_dsa, 4),
 )
 def test_a_target_asks_the_device_for_nothing(
     make: Make, on_no_device: LayerContext, tmp_path: Path
@@ -217,7 +246,9 @@ def check_drafts(proposer: Proposer, context: LayerContext, width: int, aux: int
                 graphs.capture(key, lambda k=key: proposer.propose(step(k), k.num_drafts).tensors)
 
 
-@pytest.mark.parametrize("kind", EAGLE_DRAFTS)
+@on_ranks(
+    "kind", **{kind: (kind, size) for kind, size in zip(EAGLE_DRAFTS, (4, 1, 4), strict=True)}
+)
 def test_eagle3_drafts_ask_the_device_for_nothing(
     kind: str, on_no_device: LayerContext, tmp_path: Path
 ) -> None:
@@ -243,7 +274,7 @@ def test_mtp_drafts_ask_the_device_for_nothing(on_no_device: LayerContext, tmp_p
     check_drafts(proposer, on_no_device, 48, 0)
 
 
-@pytest.mark.parametrize("maps", [None, TokenMaps([*range(5)] * 12, [*range(60)], 5)])
+@on_ranks("maps", same=(None, 1), mapped=(TokenMaps([*range(5)] * 12, [*range(60)], 5), 4))
 def test_drafts_of_a_model_ask_the_device_for_nothing(
     maps: TokenMaps | None, on_no_device: LayerContext, tmp_path: Path
 ) -> None:
