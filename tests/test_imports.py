@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -92,26 +92,55 @@ def test_parses_on_python_3_10() -> None:
     wrong = []
     for path in FILES:
         try:
-            ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+            if path in PACKAGE_FILES:
+                found_in(path)  # kept for the other tests
+            else:
+                parsed(path)
         except SyntaxError as error:
             wrong.append(f"{name_of(path)}: {error}")
     assert len(FILES) > 1000
     assert wrong == []
 
 
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What tests ask of a file, which takes longer to parse than to look through.
+
+    Attributes:
+        imported: modules, and names that may be modules.
+        unpickles: places where something may be unpickled, and how.
+        reads_environment: lines.
+    """
+
+    imported: list[str] = field(default_factory=list)
+    unpickles: list[str] = field(default_factory=list)
+    reads_environment: list[int] = field(default_factory=list)
+
+
 @cache
-def imported_modules(path: Path) -> tuple[str, ...]:
-    return tuple(_imported_modules(path))
-
-
-def _imported_modules(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name_of(path)}:{node.lineno} has a relative import"
-            yield f"{node.module}"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+def found_in(path: Path) -> Found:
+    found = Found()
+    for node in ast.walk(parsed(path)):
+        match node:
+            case ast.Import():
+                found.imported.extend(alias.name for alias in node.names)
+            case ast.ImportFrom():
+                assert node.level == 0, f"{name_of(path)}:{node.lineno} has a relative import"
+                found.imported.append(f"{node.module}")
+                found.imported.extend(f"{node.module}.{alias.name}" for alias in node.names)
+            case ast.Attribute(value=ast.Name("torch"), attr="load"):
+                found.unpickles.append(f"{name_of(path)}:{node.lineno} calls torch.load")
+            case ast.Attribute(attr="send_pyobj" | "recv_pyobj"):
+                found.unpickles.append(f"{name_of(path)}:{node.lineno} pickles over ZMQ")
+            case ast.keyword(arg="allow_pickle"):
+                found.unpickles.append(f"{name_of(path)}:{node.value.lineno} allows pickle")
+            case ast.Attribute(attr="environ" | "getenv"):
+                found.reads_environment.append(node.lineno)
+    return found
 
 
 def is_in(module: str, packages: tuple[str, ...]) -> bool:
@@ -146,7 +175,7 @@ def test_imports_go_down() -> None:
         upper = tuple(f"atom.{room}" for room in above)
         wrong += [
             f"{name_of(path)} imports {module}"
-            for module in imported_modules(path)
+            for module in found_in(path).imported
             if is_in(module, upper)
         ]
     assert wrong == []
@@ -175,7 +204,7 @@ def _sibling_imports() -> dict[tuple[str, ...], dict[str, dict[str, str]]]:
     found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for path in PACKAGE_FILES:
         here = _packages(path)
-        for module in imported_modules(path):
+        for module in found_in(path).imported:
             if (target := _module_paths().get(module)) is None:
                 continue
             there = _packages(target)
@@ -206,7 +235,7 @@ def test_the_engine_does_without_the_training() -> None:
         name_of(path)
         for folder in ("atom", "benchmarks")
         for path in (ROOT / folder).rglob("*.py")
-        if any(is_in(module, ("atom_train",)) for module in imported_modules(path))
+        if any(is_in(module, ("atom_train",)) for module in found_in(path).imported)
     }
     assert wrong == set()
 
@@ -217,27 +246,18 @@ def test_nothing_is_unpickled() -> None:
     wrong = {
         f"{name_of(path)} imports {module}"
         for path in PACKAGE_FILES
-        for module in imported_modules(path)
+        for module in found_in(path).imported
         if is_in(module, modules)
     }
-    for path in PACKAGE_FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            match node:
-                case ast.Attribute(value=ast.Name("torch"), attr="load"):
-                    wrong.add(f"{name_of(path)}:{node.lineno} calls torch.load")
-                case ast.Attribute(attr="send_pyobj" | "recv_pyobj"):
-                    wrong.add(f"{name_of(path)}:{node.lineno} pickles over ZMQ")
-                case ast.keyword(arg="allow_pickle"):
-                    wrong.add(f"{name_of(path)}:{node.value.lineno} allows pickle")
+    wrong |= {place for path in PACKAGE_FILES for place in found_in(path).unpickles}
     assert wrong == set()
 
 
 def test_one_file_reads_the_environment() -> None:
     wrong = {
-        f"{name_of(path)}:{node.lineno}"
+        f"{name_of(path)}:{line}"
         for path in PACKAGE_FILES
         if path != ROOT / "atom" / "environment.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+        for line in found_in(path).reads_environment
     }
     assert wrong == set()
