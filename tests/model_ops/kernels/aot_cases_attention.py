@@ -121,9 +121,9 @@ CASES: tuple[Case, ...] = (
     _attention(DECODE, "kimi draft fp8", KIMI_DRAFT, 256, 4, 8192, 64, storage="fp8"),
     _attention(DECODE, "phi fp16", PHI, 64, 1, 4096, 16, FP16),
     _attention(DECODE, "gemma", GEMMA, 256, 8, 8192, 16),
-    # Blocks of 8 and 16 drafted tokens.
-    _attention(BLOCK, "llama", LLAMA, 64, 8, 8192, 16),
+    # Blocks of 16 and 8 drafted tokens; those of the first are split.
     _attention(BLOCK, "llama window fp8", LLAMA, 64, 16, 8192, 64, storage="fp8", window=2048),
+    _attention(BLOCK, "llama", LLAMA, 64, 8, 8192, 16),
     # The last chunk of a long prompt, whose context is split; chunks that fill a device.
     _attention(PREFILL, "llama", LLAMA, 1, 256, 65536, 64),
     _attention(PREFILL, "llama", LLAMA, 4, 2048, 8192, 16),
