@@ -87,29 +87,27 @@ def test_waiting_is_measured() -> None:
     if not list(Path("/proc/self/task").glob("*/schedstat")):
         assert waited_seconds() == 0
         pytest.skip("the system does not count what threads wait")
-    program = (
-        "import sys, time\n"
-        "sys.stdin.read()\n"
-        "end = time.process_time() + 0.3\n"
-        "while time.process_time() < end: pass\n"
-        "from atom.model_engine.start_up.cpu_threads import waited_seconds\n"
-        "print(waited_seconds())"
-    )
+    program = """
+import os, sys, time
+from atom.model_engine.start_up.cpu_threads import waited_seconds
+for _ in range(int(sys.argv[1])):
+    if os.fork() == 0:
+        end = time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+        os.write(1, f"{waited_seconds()}\\n".encode())
+        os._exit(0)
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        break
+"""
     count = 2 * default_num_threads()
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        for _ in range(count)
-    ]
-    for each in programs:
-        assert each.stdin is not None
-        each.stdin.close()
-    waited = []
-    for each in programs:
-        assert each.stdout is not None
-        waited.append(float(each.stdout.read()))
-        each.wait()
+    command = [sys.executable, "-c", program, str(count)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    waited = [float(line) for line in said.splitlines()]
+    assert len(waited) == count
     # Together they need twice what the processors have.
     assert max(waited) > 0.05
 
