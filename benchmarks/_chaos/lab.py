@@ -23,6 +23,8 @@ from _chaos.watch import Held, metrics, settle, tree
 START_SECONDS = 600.0
 # A process whose pipe closed, or that was asked to end.
 END_SECONDS = 30.0
+# After so long without work an engine has given back what it does not use.
+_IDLE_SECONDS = 2.0
 
 # Says of an outcome without an answer whether the phase's faults explain it.
 Allows = Callable[[Outcome], bool]
@@ -225,6 +227,8 @@ class Lab:
 
 async def check_held(record: Record, running: Running, before: Held) -> None:
     """Record what a server holds once it is idle again, and what of it is too much."""
+    await running.settle(before)
+    await asyncio.sleep(_IDLE_SECONDS)
     after = await running.settle(before)
     record.held.append({"before": asdict(before), "after": asdict(after)})
     for name, (then, now) in after.excess(before).items():

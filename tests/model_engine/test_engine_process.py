@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 from patience import PATIENCE_SECONDS, wait_until
@@ -29,6 +31,7 @@ from atom.messages import (
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.processes import heartbeat, wire
 from atom.model_engine.processes.engine_process import EngineLoop
+from atom.model_engine.processes.memory import give_back_memory
 from atom.sampling_params import SamplingParams
 
 LIMITS = EngineLimits(max_model_len=64, num_blocks=8, block_size=16, vocab_size=100, max_logprobs=5)
@@ -110,7 +113,8 @@ class Frontend:
         self.may_build.set()
         self.core: ScriptedCore | None = None
         self.status: int | None = None
-        loop = EngineLoop(requests, reports, heartbeats, self._create_core)
+        self.num_tidied = 0
+        loop = EngineLoop(requests, reports, heartbeats, self._create_core, self._tidy)
         self.thread = threading.Thread(target=self._run, args=(loop,), daemon=True)
         self.thread.start()
 
@@ -118,6 +122,9 @@ class Frontend:
         assert self.may_build.wait(PATIENCE_SECONDS)
         self.core = ScriptedCore(config)
         return self.core
+
+    def _tidy(self) -> None:
+        self.num_tidied += 1
 
     def _run(self, loop: EngineLoop) -> None:
         self.status = loop.run()
@@ -185,6 +192,35 @@ def test_steps_that_other_engines_wait_for_are_not_reported(frontend: Frontend) 
     step = frontend.until(lambda m: isinstance(m, wire.Step))
     assert isinstance(step, wire.Step)
     assert [o.id for o in step.report.outputs] == ["a"]
+
+
+def test_an_idle_engine_tidies_once(frontend: Frontend) -> None:
+    frontend.start()
+    wait_until(lambda: frontend.num_tidied == 1)
+    frontend.add("a", [1, 2])
+    assert isinstance(frontend.receive(), wire.Step)
+    assert frontend.num_tidied == 1
+    frontend.send(wire.Abort(["a"]))
+    wait_until(lambda: frontend.num_tidied == 2)
+
+
+def test_freed_memory_goes_back() -> None:
+    """Also what lies below something that is still used."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        pytest.skip("this is not glibc")
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    size, process = 2**16, psutil.Process()
+    blocks = [libc.malloc(size) for _ in range(1024)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks[:-1]:
+        libc.free(block)
+    before = process.memory_info().rss
+    give_back_memory()
+    assert process.memory_info().rss < before - size * 1000
+    libc.free(blocks[-1])
 
 
 def test_requests_run_until_aborted(frontend: Frontend) -> None:

@@ -34,11 +34,14 @@ from atom.messages import (
 from atom.model_engine.processes import wire
 from atom.model_engine.processes.causes import is_users
 from atom.model_engine.processes.heartbeat import Heart
+from atom.model_engine.processes.memory import give_back_memory
 
 logger = logging.getLogger(__name__)
 
 # How long to wait at exit for the last messages to be sent.
 _LINGER_MS = 2000
+# An engine that had nothing to do for so long is likely to have nothing to do for longer.
+_IDLE_MS = 1000
 
 
 class Core(Protocol):
@@ -65,6 +68,7 @@ class EngineLoop:
 
     Args:
         heartbeats: a second socket to the address of `reports`, for the heartbeat thread.
+        tidy: called once whenever there was no work for a second.
     """
 
     def __init__(
@@ -73,11 +77,13 @@ class EngineLoop:
         reports: zmq.Socket[bytes],
         heartbeats: zmq.Socket[bytes],
         create_core: Callable[[EngineConfig], Core],
+        tidy: Callable[[], object] = give_back_memory,
     ) -> None:
         self._requests = requests
         self._reports = reports
         self._heartbeats = heartbeats
         self._create_core = create_core
+        self._tidy = tidy
 
     def run(self) -> int:
         """Serve until shut down; returns the exit status of the process."""
@@ -130,7 +136,7 @@ class EngineLoop:
         Without work, a step that other engines wait for is not reported.
         """
         if not core.has_work:
-            self._requests.poll(core.max_idle_ms)
+            self._rest(core)
         for message in self._receive():
             if not self._handle(core, message):
                 return False
@@ -144,6 +150,12 @@ class EngineLoop:
         elif core.max_idle_ms is not None:
             core.step()  # of other engines, whose hearts tell how long it takes
         return True
+
+    def _rest(self, core: Core) -> None:
+        """Wait for a message, or until an empty step is due."""
+        if core.max_idle_ms is None and not self._requests.poll(_IDLE_MS):
+            self._tidy()
+        self._requests.poll(core.max_idle_ms)
 
     def _handle(self, core: Core, message: wire.ToEngine) -> bool:
         match message:
