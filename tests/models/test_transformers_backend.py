@@ -293,7 +293,7 @@ def test_a_state_beside_keys_and_values_shows() -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("bloom", "_supports_attention_backend"),
+        ("bloom", r"attention is code of its own .* \(no _supports_attention_backend"),
         ("diffllama", "layer 0 attends more than once"),
         ("doge", "masks of its own"),
         ("falcon", "_supports_attention_backend"),
@@ -304,7 +304,7 @@ def test_a_state_beside_keys_and_values_shows() -> None:
         ("nemotron", "do not pass arguments on to their attention"),
         ("roberta", "attend to tokens behind"),
         ("stablelm", "_supports_attention_backend"),
-        ("xmod", "a small copy cannot be tried"),
+        ("xmod", r"computes no text with it \(ValueError: Input language unknown"),
     ],
 )
 def test_what_would_differ_is_refused_by_name(model_type: str, message: str) -> None:
@@ -314,6 +314,36 @@ def test_what_would_differ_is_refused_by_name(model_type: str, message: str) -> 
     with pytest.raises(ConfigError, match=message) as caught:
         check_model(getattr(transformers, name), config)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        # Of the published configurations, what makes them large.
+        (
+            "dbrx",
+            {
+                "d_model": 6144,
+                "n_heads": 48,
+                "n_layers": 40,
+                "vocab_size": 100352,
+                "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 5e5},
+                "ffn_config": {
+                    "hidden_size": 6144,
+                    "ffn_hidden_size": 10752,
+                    "moe_num_experts": 16,
+                    "moe_top_k": 4,
+                },
+            },
+        ),
+        pytest.param("longcat_flash", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_large_models_are_tried(model_type: str, fields: dict[str, Any]) -> None:
+    """And built, without memory."""
+    config = CONFIG_MAPPING[model_type](**fields)
+    check_model(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]), config)
+    on_meta(config)
 
 
 def test_a_rotation_that_follows_the_longest_text_is_refused() -> None:

@@ -8,7 +8,7 @@ VERSION = "5.24.0"
 _TYPES = {
     "equal": """
 afmoe apertus apertus1p5_text arcee aria_text axk1 beam bitnet codegen cohere cohere2
-cohere2_moe cohere_compass_text ctrl cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe
+cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe
 exaone exaone4 exaone_moe flex_olmo gemma gemma3_text gemma4_text gemma4_unified_text glm glm4
 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox gptj granite granitemoe granitemoeshared helium
 hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna
@@ -19,7 +19,7 @@ starcoder2 youtu
     """,
     "refused": """
 axk2 bailing_hybrid bamba bart bert bert-generation big_bird bigbird_pegasus biogpt blenderbot
-blenderbot-small bloom blt camembert cpmant data2vec-text dbrx deepseek_v32 deepseek_v4
+blenderbot-small bloom blt camembert cpmant data2vec-text deepseek_v32 deepseek_v4
 diffllama doge dory dots3_note dots3_note_text electra emu3 ernie falcon falcon_h1 falcon_mamba
 flint fuyu gemma2 gemma3 gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_unified
 gemma4_unified_assistant git glm4_moe_lite glm_moe_dsa got_ocr2 gpt_neo gpt_neox_japanese

@@ -68,8 +68,8 @@ def end_token_ids(
     stated = _stated(folder, raw)
     if wrong := sorted(i for i in stated if not 0 <= i < vocab_size):
         raise ConfigError(
-            f"{folder}: a text ends with token {wrong[0]} (eos_token_id), and the vocabulary has "
-            f"tokens 0 to {vocab_size - 1}"
+            f"{folder} of type {raw.get('model_type')}: a text ends with token {wrong[0]} "
+            f"(eos_token_id), and the vocabulary has tokens 0 to {vocab_size - 1}"
         )
     path = folder / "tokenizer_config.json"
     if not is_there(path):

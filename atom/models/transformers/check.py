@@ -101,7 +101,10 @@ def _stated_reason(model_class: type[PreTrainedModel], config: PretrainedConfig)
     if model_class._is_stateful:
         return "it keeps a state of each text besides keys and values"
     if not model_class._supports_attention_backend:
-        return "its attention cannot be replaced (no _supports_attention_backend)"
+        return (
+            "its attention is code of its own that cannot be replaced, and only ours reads paged "
+            "keys and values (no _supports_attention_backend)"
+        )
     text = config.get_text_config()
     if others := sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES):
         return f"it has layers of type {', '.join(others)}"
@@ -130,10 +133,14 @@ def _try(model_class: type[PreTrainedModel], config: PretrainedConfig, folder: P
         texts[0], images[0] = _with_image(texts[0], *seen)
     model.config._attn_implementation = "eager"
     positions = [torch.arange(len(ids)) for ids in texts]
-    expected = [
-        model(input_ids=ids[None], position_ids=at[None], use_cache=False, **image).logits[0]
-        for ids, at, image in zip(texts, positions, images, strict=True)
-    ]
+    try:
+        expected = [
+            model(input_ids=ids[None], position_ids=at[None], use_cache=False, **image).logits[0]
+            for ids, at, image in zip(texts, positions, images, strict=True)
+        ]
+    except Exception as error:  # whatever modelling code raises
+        told = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ConfigError(f"transformers itself computes no text with it ({told})") from error
     base = text_network(model.get_submodule(model.base_model_prefix))
     call = _Dense(probe(base))
     whole = take_base(model)
@@ -274,7 +281,9 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
     factor, kv_factor = _head_factors(config)
     windows: dict[int, int] = {}
     for name, value in fields.items():
-        if isinstance(value, (list, tuple)) and len(value) == layers and layers > 1:
+        if isinstance(value, dict) and name.endswith("_config"):
+            value.update(_small_part(value, factor, kv_factor))
+        elif isinstance(value, (list, tuple)) and len(value) == layers and layers > 1:
             fields[name] = list(value[:keep])
         elif name == "per_layer_config" and isinstance(value, dict):
             fields[name] = {layer: own for layer, own in value.items() if int(layer) < keep}
@@ -291,11 +300,26 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
             fields[name] = _VOCABULARY
         elif "window" in name and "layers" not in name and value > _WINDOW:
             fields[name] = windows.setdefault(value, _WINDOW + 2 * len(windows))
-        elif name in _LAYERS and value == layers:
-            fields[name] = keep
+        elif name in _LAYERS and value and layers % value == 0:
+            # A layer of some is two, each with attention.
+            fields[name] = max(1, keep * value // layers)
     for name in ("eos_token_id", "bos_token_id", "pad_token_id", "quantization_config"):
         fields.pop(name, None)
     return type(config)(**fields, eos_token_id=2, bos_token_id=1, pad_token_id=0)
+
+
+def _small_part(fields: dict[str, Any], factor: int, kv_factor: int) -> dict[str, int]:
+    """Smaller sizes of a part that has a configuration of its own."""
+    small = {}
+    for name, value in fields.items():
+        by = kv_factor if "kv" in name else factor
+        if type(value) is not int:
+            continue
+        if _is_mlp(name) and value > _MLP:
+            small[name] = _MLP
+        elif (name in _HIDDEN or _is_heads(name)) and value % by == 0:
+            small[name] = value // by
+    return small
 
 
 def _layers_to_keep(config: PretrainedConfig) -> int:
@@ -307,6 +331,15 @@ def _layers_to_keep(config: PretrainedConfig) -> int:
             keep = max(keep, *(value.index(kind) + 1 for kind in value))
     dense = getattr(config, "first_k_dense_replace", None) or 0
     return min(layers, max(keep, dense + 1))
+
+
+def _kv_heads(config: PretrainedConfig) -> int | None:
+    """Stated by the configuration, or by that of a part of it."""
+    stated = getattr(config, "num_key_value_heads", None)
+    parts = (part for part in config.to_dict().values() if isinstance(part, dict))
+    of_parts = (part.get("kv_n_heads") for part in parts)
+    found = stated or next((number for number in of_parts if number), None)
+    return None if found is None else int(found)
 
 
 def _is_heads(name: str) -> bool:
@@ -322,7 +355,7 @@ def _head_factors(config: PretrainedConfig) -> tuple[int, int]:
     two KV heads stay, with up to two heads each.
     """
     heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    kv_heads = _kv_heads(config) or heads
     group = heads // kv_heads
     few = 2 if kv_heads % 2 == 0 else 1
     of_each = 2 if group % 2 == 0 else group

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -42,6 +44,8 @@ _HARMLESS = {
 }
 # A position beyond all windows, whose mask is read.
 _FAR = 1 << 20
+# Numbers of a tensor that is no buffer.
+_LARGE = 1 << 26
 _PATCHING = threading.Lock()
 
 
@@ -220,12 +224,10 @@ def _buffers_on(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _experts_skipped(model: nn.Module) -> Iterator[None]:
-    """In here stacked experts return zeros: which tokens they take cannot be known without
-    values.
-    """
+    """In here experts return zeros: which tokens they take cannot be known without values."""
     hooks = []
     for module in model.modules():
-        if is_experts(module):
+        if _has_experts_name(module):
             module.forward = _no_experts
             hooks.append(module)
     try:
@@ -242,7 +244,29 @@ def _no_experts(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor
 def is_experts(module: nn.Module) -> bool:
     """Whether a module has the weights of several experts in one parameter."""
     own = module.parameters(recurse=False)
-    return type(module).__name__.endswith("Experts") and any(p.dim() == 3 for p in own)
+    return _has_experts_name(module) and any(p.dim() == 3 for p in own)
+
+
+def _has_experts_name(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Experts")
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes what only parameters are as large as without memory, not even for a moment."""
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if function is torch.empty and given.get("device") is None:
+            shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
+            if math.prod(shape) > _LARGE:
+                given["device"] = "meta"
+        return function(*args, **given)
 
 
 @contextlib.contextmanager
@@ -257,7 +281,7 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
         register(module, name, parameter)
 
-    with _PATCHING:
+    with _PATCHING, _LargeOnMeta():
         register = nn.Module.register_parameter
         nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
         try:
