@@ -63,6 +63,48 @@ _REASONS: dict[tuple[str, str, str, str], str] = {
         "hash((before, token)) % (1 << 64) or 1",
         "(hash((before, token)) % (1 << 64))",
     ): _NO_CHAIN,
+    (
+        "model_loader/weights.py",
+        "_read",
+        "os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)",
+        "pass",
+    ): "advice to the system, which reads the file no sooner than it likes",
+    (
+        "model_ops/kernels/torch/sampling.py",
+        "",
+        "17",
+        "(18)",
+    ): "the size of a chunk, on which no result depends",
+    (
+        "sampling/plan.py",
+        "RowLayout.drafts",
+        "0",
+        "(1)",
+    ): "any token of the step stands where NO_DRAFT is written",
+    (
+        "sampling/synthetic.py",
+        "SyntheticAcceptance.counts",
+        "(bits >> np.uint64(11)) < np.uint64(self._share * 2**53)",
+        "(bits >> np.uint64(11) <= np.uint64(self._share * 2 ** 53))",
+    ): "a probability that is larger by 2**-53",
+    (
+        "entrypoints/http/connection.py",
+        "BoundedProtocol._stop_watching",
+        "self._unread = None",
+        "pass",
+    ): "to cancel a timer once more does nothing",
+    (
+        "spec_decode/grammar.py",
+        "_Walker.offer",
+        "0",
+        "(-1)",
+    ): "one token is asked for, so the first is the last",
+    (
+        "spec_decode/grammar.py",
+        "",
+        "8",
+        "(9)",
+    ): "how much text is foreseen; the drafts made of it are cut to what is asked for",
 }
 
 

@@ -110,14 +110,34 @@ def test_a_map_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Monke
         map_tensor(tensor)
 
 
+# With the bytes of 8 of them.
+OTHER_DTYPES = {
+    "C64": 64,
+    "U64": 64,
+    "U16": 16,
+    "F8_E5M2": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
+}
+
+
 def test_dtypes_that_no_parameter_has(tmp_path: Path) -> None:
-    header = {"a": {"dtype": "F4", "shape": [3, 2], "data_offsets": [0, 3]}}
+    header, end = {}, 0
+    for dtype, size in OTHER_DTYPES.items():
+        header[dtype] = {"dtype": dtype, "shape": [4, 2], "data_offsets": [end, end + size]}
+        end += size
     text = json.dumps(header).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"abc")
-    (tensor,) = list_tensors(tmp_path)
-    assert tensor.num_bytes == 3
-    with pytest.raises(WeightError, match="a is stored as F4, which is not supported"):
-        map_tensor(tensor)
+    data = len(text).to_bytes(8, "little") + text + bytes(end)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    tensors = list_tensors(tmp_path)
+    assert {tensor.name: tensor.num_bytes for tensor in tensors} == OTHER_DTYPES
+    for tensor in tensors:
+        name = tensor.name
+        with pytest.raises(WeightError, match=f"{name} is stored as {name}, which is not supp"):
+            map_tensor(tensor)
 
 
 def many(folder: Path, count: int, *shape: int) -> nn.Module:

@@ -69,6 +69,7 @@ DEEPSEEK_V3 = {
         DEEPSEEK_V3,
         {"text_config": DEEPSEEK_V3, "vision_config": {"hidden_size": 1152}},
         {"sliding_window": -1, "rope_scaling": None, "head_dim": None, "n_group": 0},
+        {"sliding_window": 1 << 31, "vision_config": None, "labels": {"vocab_size": -1}},
         {},
     ],
 )
@@ -102,6 +103,7 @@ def test_published_values_pass(config: dict[str, Any]) -> None:
         ),
         ({"rope_scaling": {"type": "linear", "factor": 1e9}}, "beyond 268435456"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings should be true or false, got 'no'"),
+        ({"sliding_window": (1 << 31) + 1}, "sliding_window should be an integer"),
         ({"sliding_window": 10**30}, "sliding_window should be an integer"),
         ({"text_config": {"vocab_size": -1}}, "config.json: text_config: vocab_size should be"),
     ],
