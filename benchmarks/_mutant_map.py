@@ -100,7 +100,7 @@ class LineMap:
         seconds, failed, cut = 0.0, [], False
         # Where there is no time for all, the last ones are as good as the first.
         for backwards in (False, True):
-            recording = _Recording(recorder, modules, backwards)
+            recording = _Recording(recorder, self._marked, modules, backwards)
             ran = self._runner.run(
                 [file], self._limit, recording, keep_going=True, write_bytecode=True
             )
@@ -136,8 +136,16 @@ class _Recording:
         backwards: whether the last test runs first.
     """
 
-    def __init__(self, recorder: Recorder, modules: Path, backwards: bool) -> None:
-        self._recorder, self._modules, self._backwards = recorder, modules, backwards
+    def __init__(
+        self, recorder: Recorder, marked: MarkedFiles, modules: Path, backwards: bool
+    ) -> None:
+        self._recorder, self._marked = recorder, marked
+        self._modules, self._backwards = modules, backwards
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self) -> None:
+        # These may import the core.
+        self._marked.install()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

@@ -113,9 +113,6 @@ class Recorder:
         self._tree, self._marked, self._output = tree, marked, output
         self._passed = False
 
-    def pytest_sessionstart(self) -> None:
-        self._marked.install()
-
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._marked.take()

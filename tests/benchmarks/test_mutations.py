@@ -187,6 +187,7 @@ def test_only_tests_that_run_a_line_are_tried(benchmark_module: Load, tmp_path: 
     (tmp_path / "atom").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "conftest.py").write_text("")
+    (tmp_path / "tests" / "conftest.py").write_text("import atom.small\n")
     (tmp_path / "atom" / "__init__.py").write_text("")
     (tmp_path / "atom" / "small.py").write_text(
         "def count(most):\n    n = 0\n    while n < most:\n        n += 1\n    return n\n\n\n"

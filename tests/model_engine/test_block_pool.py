@@ -139,8 +139,9 @@ def test_misuse_raises() -> None:
         pool.free(held)
     with pytest.raises(RuntimeError, match="block 1 was published, but nobody holds it"):
         pool.publish(1, second)
-    with pytest.raises(ValueError, match="got 0 blocks of 2 tokens"):
-        BlockPool(0, 2, enable_prefix_caching=True)
+    for num_blocks, size in ((0, 2), (2, 0)):
+        with pytest.raises(ValueError, match=f"got {num_blocks} blocks of {size} tokens"):
+            BlockPool(num_blocks, size, enable_prefix_caching=True)
     pool.check_integrity()
 
 
