@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from atom.config import ConfigError, ModelOptions
+from atom.model_loader.gguf.pooling import pooled_file
 from atom.models.config.file import is_there, read_json, read_json_object
 
 MODULES = "modules.json"
@@ -72,12 +73,7 @@ def pooling_task(folder: Path, options: ModelOptions) -> str | None:
     if options.task == "generate":
         return None
     if not is_there(folder / "config.json"):
-        if options.task != "auto":
-            raise ConfigError(
-                f"task is {options.task}, and {folder} is no Hugging Face folder; of GGUF files "
-                f"only those that generate are read"
-            )
-        return None
+        return _task_of_gguf(folder, options)
     raw = read_json_object(folder / "config.json")
     kinds = [module.kind for module in read_modules(folder)]
     stated = _stated_task(raw, kinds)
@@ -94,6 +90,18 @@ def pooling_task(folder: Path, options: ModelOptions) -> str | None:
             f"vectors: leave task out, and ask for them"
         )
     return options.task
+
+
+def _task_of_gguf(location: Path, options: ModelOptions) -> str | None:
+    embeds = pooled_file(location) is not None
+    if options.task in ("auto", "embed") and embeds:
+        return "embed"
+    if options.task != "auto":
+        raise ConfigError(
+            f"task is {options.task}, and {location} is no Hugging Face folder; GGUF files are "
+            f"read that generate, and that embed with a pooling_type in their metadata"
+        )
+    return None
 
 
 def _stated_task(raw: Mapping[str, Any], kinds: list[str]) -> str | None:

@@ -152,7 +152,7 @@ def resolve_model(options: ModelOptions) -> ModelSource:
         dtype = default_dtype(location, raw)
         folder = location
     else:
-        folder, dtype = _from_gguf(gguf, options)
+        folder, dtype = from_gguf(gguf, options)
         raw = _read_config(folder, options)
     quantization = choose_quantization(folder, raw, options)
     implementation = _choose_implementation(raw, options)
@@ -215,7 +215,12 @@ def _what_is_missing(location: Path, wanted: str, is_hugging_face: bool) -> str:
     return f"{location} holds no *.safetensors files; --load-format dummy runs without weights"
 
 
-def _from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
+def from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
+    """The Hugging Face folder that a file is converted to, and the dtype that `auto` means.
+
+    Raises:
+        ConfigError, WeightError: as `resolve_model`.
+    """
     check_regular(path)
     cache = cache_dir() / "gguf"
     wishes = f"{options.dtype} {options.quantization == 'auto'} {options.tokenizer is None}"

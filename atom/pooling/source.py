@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atom.config import ConfigError, EngineConfig
+from atom.config import ConfigError, EngineConfig, ModelOptions
+from atom.model_loader.gguf.pooling import pooled_file
 from atom.model_loader.locate import locate_model
 from atom.model_loader.pooling_task import pooling_task
 from atom.model_loader.read_files import check_folder
 from atom.models.config.check import check_config
-from atom.models.config.file import read_json_object
+from atom.models.config.file import is_there, read_json_object
 from atom.options.fields import options_of
 
 # Of the engine's options, those that mean something without generating.
@@ -62,12 +63,24 @@ def pooling_source(config: EngineConfig) -> PoolingSource | None:
     folder = locate_model(options.model, options)
     if (task := pooling_task(folder, options)) is None:
         return None
+    if not is_there(folder / "config.json"):
+        folder = _converted(folder, options)
     check_folder(folder)
     path = folder / "config.json"
     raw = read_json_object(path)
     check_config(raw, str(path))
     _refuse_options(config, options.model, task)
     return PoolingSource(folder, options.model, task, raw)
+
+
+def _converted(location: Path, options: ModelOptions) -> Path:
+    """The folder that a GGUF file is converted to, with plain numbers."""
+    from atom.model_loader.source import from_gguf
+
+    path = pooled_file(location)
+    assert path is not None
+    folder, _ = from_gguf(path, replace(options, quantization="none"))
+    return folder
 
 
 def _refuse_options(config: EngineConfig, name: str, task: str) -> None:

@@ -235,7 +235,7 @@ def test_the_file_of_a_tower_is_named(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
         ({"llama.rope.dimension_count": 8}, "8 rotated"),
         ({"split.count": 3}, "one of 3 files, which should be called NAME-00001-of-00003.gguf"),
-        ({"llama.pooling_type": 3}, "embeds or scores texts \\(pooling_type=3\\) is not read"),
+        ({"llama.pooling_type": 4}, "pooling_type=4, which scores pairs, is not read from GGUF"),
         (
             {"general.architecture": "bloom"},
             "'bloom' is not supported; supported are llama, .*, qwen2,",

@@ -22,6 +22,7 @@ from atom.model_loader.gguf.architectures import (
     architecture_of,
 )
 from atom.model_loader.gguf.file import GGUFFile
+from atom.model_loader.gguf.pooling import NONE, check_pooling
 from atom.models.config.check import check_config
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -29,6 +30,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 _GEMMAS_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 _DEFAULT_ROPE_THETA = 10000.0
 
+POOLING = "pooling_type"
 # In files of Granite: whether there are rotations at all.
 _FINETUNED = "rope.scaling.finetuned"
 _KNOWN_KEYS = {
@@ -51,6 +53,8 @@ _KNOWN_KEYS = {
     "rope.freq_base_swa",
     "vocab_size",
     "tensor_data_layout",
+    # For those who embed.
+    POOLING,
 }
 _YARN_KEYS = {
     "rope.scaling.yarn_log_multiplier",
@@ -61,7 +65,7 @@ _YARN_KEYS = {
 _LATENT_KEYS = {"attention.key_length_mla", "attention.value_length_mla", *_YARN_KEYS}
 _GATING = "expert_gating_func"
 # Keys that are accepted only with the value 0.
-_ZERO_KEYS = {"pooling_type", "expert_count", "expert_used_count", "attention.sliding_window"}
+_ZERO_KEYS = {"expert_count", "expert_used_count", "attention.sliding_window"}
 # Architectures that generate nothing.
 _ENCODERS = (
     *("bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3"),
@@ -86,13 +90,12 @@ def check_architecture(file: GGUFFile) -> None:
         ConfigError: for the architecture, or unknown keys.
     """
     architecture = file.architecture
-    pooling = f"{architecture}.pooling_type"
-    if architecture in _ENCODERS or file.metadata.get(pooling, int, 0):
+    if architecture in _ENCODERS:
         raise ConfigError(
-            f"{file.path}: a GGUF file of {architecture} that embeds or scores texts "
-            f"(pooling_type={file.metadata.get(pooling, int, 0)}) is not read; such models are "
-            f"read from safetensors with a modules.json"
+            f"{file.path}: GGUF files of this encoder ({architecture}) are not read; such models, "
+            f"which embed or score texts, are read from safetensors with a modules.json"
         )
+    check_pooling(file.path, file.metadata.get(f"{architecture}.{POOLING}", int, NONE))
     if architecture == _TOWER:
         raise ConfigError(
             f"{file.path} holds the tower of a model that sees; give the file of its text model"

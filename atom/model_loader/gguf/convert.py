@@ -29,11 +29,13 @@ from atom.config import ConfigError
 from atom.environment import cache_dir, cache_limit
 from atom.model_loader.gguf.cache import CONVERTER_VERSION, content_key, make_room, use
 from atom.model_loader.gguf.config import (
+    POOLING,
     check_architecture,
     config_dict,
     generation_config_dict,
 )
 from atom.model_loader.gguf.file import GGUFFile
+from atom.model_loader.gguf.pooling import NONE, write_modules
 from atom.model_loader.gguf.tensors import (
     PRECISE,
     ConvertedTensor,
@@ -197,6 +199,9 @@ def _write_folder(
     _write_json(folder / "generation_config.json", generation_config_dict(file))
     if with_tokenizer:
         write_tokenizer(file, folder)
+    pooling = file.metadata.get(f"{file.architecture}.{POOLING}", int, NONE)
+    if pooling != NONE:
+        write_modules(pooling, folder)
     _write_weights(file, written, folder)
 
 
