@@ -29,6 +29,8 @@ from atom.spec_decode.suffix_lookup import SuffixLookup
 TOP_K = 3
 TEMPERATURE = 2.0
 NUM_SAMPLES = 50_000
+# Of which each commit draws so many.
+FEW_SAMPLES = 15_000
 NUM_TOKENS = 4
 NUM_DRAFTS = NUM_TOKENS - 2
 # Tokens of the draft model's vocabulary.
@@ -114,11 +116,15 @@ def test_chi_square(
             method="suffix",
             num_speculative_tokens=NUM_DRAFTS,
         )
-    _check(engine, prompt, expected)
+    _check(engine, prompt, expected, NUM_SAMPLES)
 
 
 @pytest.mark.skipif(native_build().reason is not None, reason="needs the native kernels")
+@pytest.mark.parametrize(
+    "num_samples", [FEW_SAMPLES, pytest.param(NUM_SAMPLES, marks=pytest.mark.slow)]
+)
 def test_chi_square_of_a_draft_model(
+    num_samples: int,
     tmp_path: Path,
     byte_level_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
@@ -145,7 +151,7 @@ def test_chi_square_of_a_draft_model(
         draft_model=str(draft),
         num_speculative_tokens=NUM_DRAFTS,
     )
-    _check(engine, prompt, expected)
+    _check(engine, prompt, expected, num_samples)
     assert calls
 
 
@@ -173,12 +179,14 @@ def _write_draft(folder: Path, distribution: dict[tuple[int, ...], float], vocab
     return draft_bench.write_draft(folder, raw, tensors)
 
 
-def _check(engine: LLM, prompt: list[int], expected: dict[tuple[int, ...], float]) -> None:
-    """`NUM_SAMPLES` continuations follow the probabilities."""
+def _check(
+    engine: LLM, prompt: list[int], expected: dict[tuple[int, ...], float], num_samples: int
+) -> None:
+    """So many continuations follow the probabilities."""
     sampling = SamplingParams(
         temperature=TEMPERATURE, top_k=TOP_K, max_tokens=NUM_TOKENS, ignore_eos=True, n=100
     )
-    outputs = engine.generate([prompt] * (NUM_SAMPLES // 100), sampling, use_tqdm=False)
+    outputs = engine.generate([prompt] * (num_samples // 100), sampling, use_tqdm=False)
     counts: dict[tuple[int, ...], int] = {}
     for output in outputs:
         for completion in output.outputs:
@@ -189,7 +197,7 @@ def _check(engine: LLM, prompt: list[int], expected: dict[tuple[int, ...], float
     assert stats.num_accepted_tokens > 1000  # the accepting path was taken as well
     assert set(counts) <= set(expected)
     statistic = sum(
-        (counts.get(key, 0) - p * NUM_SAMPLES) ** 2 / (p * NUM_SAMPLES)
+        (counts.get(key, 0) - p * num_samples) ** 2 / (p * num_samples)
         for key, p in expected.items()
     )
     degrees = len(expected) - 1
