@@ -127,7 +127,15 @@ def bench(
 CREATES: dict[str, tuple[engines.CreateDrafter, ...]] = {ACCEPTED: (drafter_of,)}
 
 
-@pytest.mark.parametrize("way", ["whole", ACCEPTED, *WAYS])
+def ways(first: int) -> list[Any]:
+    """All ways; of the two tests that go them each commit runs one, in turns from `first` on."""
+    return [
+        pytest.param(way, marks=() if number % 2 == first else pytest.mark.slow)
+        for number, way in enumerate(("whole", ACCEPTED, *WAYS))
+    ]
+
+
+@pytest.mark.parametrize("way", ways(0))
 def test_scores_are_those_of_the_reference(
     bench: Bench, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +171,7 @@ def test_scores_are_those_of_the_reference(
         torch.testing.assert_close(scores[history], expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("way", ["whole", ACCEPTED, *WAYS])
+@pytest.mark.parametrize("way", ways(1))
 def test_greedy_drafts_are_those_of_the_reference(
     bench: Bench, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
