@@ -47,9 +47,9 @@ MLA_OPS = ("mla_cache_write", "mla_decode", "mla_prefill")
         ("gfx942", 16, 1, 16),
         ("gfx942", 24, 1, 32),
         ("gfx942", 33, 1, 128),
-        ("gfx942", 64, 1, 128),
+        pytest.param("gfx942", 64, 1, 128, marks=pytest.mark.slow),
         ("gfx942", 64, 2, 64),
-        ("gfx942", 128, 1, 128),
+        pytest.param("gfx942", 128, 1, 128, marks=pytest.mark.slow),
         ("gfx950", 64, 1, 64),
         ("gfx950", 24, 1, 64),
         ("gfx950", 24, 3, 64),
@@ -133,7 +133,7 @@ def test_units_are_idle_where_more_splits_would_be_worth_it() -> None:
         ("gfx942", 8, 1, 1, 4000, False),  # 16 splits of 256 tokens
         ("gfx942", 24, 1, 1, 6000, False),  # it would run for every 16 heads in turn
         ("gfx950", 8, 4, 1, 6000, True),
-        ("gfx950", 64, 4, 1, 6000, True),
+        pytest.param("gfx950", 64, 4, 1, 6000, True, marks=pytest.mark.slow),
         ("gfx950", 64, 4, 4, 4400, False),  # a program has 64 rows: 16 programs
     ],
 )
