@@ -196,10 +196,10 @@ def bench(
 
 
 GRID = list(itertools.product(MARKERS, DRAFTS, KS))
-EACH_COMMIT = {
-    *(("texts", draft, k) for draft, k in zip(DRAFTS, itertools.cycle((3, 7, 1)), strict=False)),
-    ("tokens", "mha", 7),
-} - {("texts", "dflash2", 7)}
+# Each draft but a second DFlash. Long are those of blocks and lookups, which cost least.
+LENGTHS = {"mha": 3, "mla": 1, "peagle": 7, "dflash": 7, "dspark": 3, "suffix": 7, "model": 1}
+EACH_COMMIT = {("texts", draft, k) for draft, k in {**LENGTHS, "mtp": 3}.items()}
+EACH_COMMIT.add(("tokens", "mha", 1))
 
 
 @pytest.mark.parametrize(
