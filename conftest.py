@@ -148,7 +148,6 @@ def _has_gpu() -> bool:
 @pytest.fixture
 def uncollected() -> Iterator[None]:
     """Nothing collects garbage meanwhile: with what other tests left, that takes long."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
