@@ -253,7 +253,7 @@ def _read_config(folder: Path, options: ModelOptions) -> dict[str, Any]:
         _choose_implementation(raw, options)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}{encoder_hint(raw)}") from None
-    check_config(raw, str(path))
+    check_config(raw, f"{path} of type {raw.get('model_type')}")
     return raw
 
 
@@ -317,8 +317,8 @@ def _load_config(
         raise ConfigError(f"{path} of type {kind}: {error}") from error
     if not _is_config(text_config) or not isinstance(raw.get("text_config", {}), dict):
         raise ConfigError(f"{path}: text_config={raw.get('text_config')!r} is none of {kind}")
-    check_config(complete, str(path))
-    check_layers(text_config.to_dict(), str(path))
+    check_config(complete, f"{path} of type {kind}")
+    check_layers(text_config.to_dict(), f"{path} of type {kind}")
     return config
 
 

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from atom.config import ConfigError
+from atom.models.config.file import check_regular
 
 NONE, MEAN, FIRST, LAST, RANK = range(5)
 # sentence-transformers' names of what is done here.
@@ -25,6 +26,7 @@ _UINT32, _INT32 = 4, 5
 
 def stated_pooling(path: Path) -> int:
     """The `pooling_type` of a file's metadata; `NONE` without one."""
+    check_regular(path)
     with path.open("rb") as handle:
         head = handle.read(_BYTES_READ)
     for match in _KEY.finditer(head):
