@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 from test_scheduler_properties import (
@@ -246,5 +247,12 @@ class OverlapMachine(SchedulerMachine):
 
 
 TestOverlap = OverlapMachine.TestCase
-TestOverlap.settings = settings(TestScheduler.settings, max_examples=100)
+TestOverlap.settings = settings(TestScheduler.settings, max_examples=50)
+
+
+@pytest.mark.slow
+class TestOverlapForLong(TestOverlap):
+    settings = settings(TestOverlap.settings, max_examples=500)
+
+
 del TestScheduler, SchedulerMachine  # they run in their own file
