@@ -230,7 +230,9 @@ OF_EIGHT = {
 }
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (BATCH, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param((1, 1), marks=pytest.mark.slow), (1, 4), (BATCH, 4)], ids=str
+)
 @pytest.mark.parametrize("stored", list(OF_EIGHT))
 def test_of_a_kimi_layer_on_a_rank_of_eight(
     stored: str,

@@ -122,7 +122,7 @@ def test_what_is_kept(filters: set[str], kind: str, vocab: int, device: torch.de
     [
         *((20000, kind, torch.float32) for kind in KINDS),
         (49152, "random", torch.bfloat16),
-        (160000, "flat", torch.float32),
+        pytest.param(160000, "flat", torch.float32, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -34,6 +34,7 @@ SCALE = 0.2
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 
 Attend = Callable[..., torch.Tensor]
+SLOW = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -318,8 +319,14 @@ class TestPrefill:
         needs(storage, device)
         check(mla_prefill, make_batch([(37, 20), (15, 15)], device, TINY, dtype, storage))
 
-    @pytest.mark.parametrize("known", [True, False])
-    @pytest.mark.parametrize("room", [7, 64])
+    @pytest.mark.parametrize(
+        ("room", "known"),
+        [
+            (7, True),
+            (64, False),
+            *(pytest.param(*each, marks=SLOW) for each in ((7, False), (64, True))),
+        ],
+    )
     def test_rounds(
         self, room: int, known: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -328,8 +335,14 @@ class TestPrefill:
         batch = make_batch([(50, 20), (33, 33)], device)
         check(mla_prefill, batch, **({} if known else {"context_lens_cpu": None}))
 
-    @pytest.mark.parametrize("room", [64, 400])
-    @pytest.mark.parametrize("known", [True, False])
+    @pytest.mark.parametrize(
+        ("room", "known"),
+        [
+            (64, True),
+            (400, False),
+            *(pytest.param(*each, marks=SLOW) for each in ((64, False), (400, True))),
+        ],
+    )
     def test_splits(
         self, room: int, known: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
