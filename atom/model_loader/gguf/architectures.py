@@ -19,6 +19,11 @@ SOFTMAX, SIGMOID = 1, 2
 # The factor of queries by position.
 TEMPERATURE = "attention.temperature_scale"
 
+_OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -168,6 +173,22 @@ _MULTIPLIERS = {
     "residual_multiplier": ("residual_scale", float),
     "logits_scaling": ("logit_scale", float),
 }
+_BERT = {
+    "attn_q": "attention.self.query",
+    "attn_k": "attention.self.key",
+    "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+_BERT_OUTER = {
+    "token_embd": "embeddings.word_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+}
 # Positions of a text are one number, which rotates all sections alike.
 _SECTIONS = "rope.dimension_sections"
 
@@ -192,6 +213,9 @@ class Architecture:
     is_complete: whether a file without one of the keys of `fields` is refused.
     of_images: keys that change nothing in a text without images.
     tiles_heads: whether heads of values lie by their number within a head of keys, then by that.
+    outer: as `layer`, of tensors outside of layers.
+    layers: the checkpoint's name of the list of layers.
+    is_encoder: whether it embeds and cannot generate.
     """
 
     model_class: str
@@ -210,6 +234,9 @@ class Architecture:
     is_complete: bool = False
     of_images: frozenset[str] = frozenset()
     tiles_heads: bool = False
+    outer: Mapping[str, str] = field(default_factory=lambda: _OUTER)
+    layers: str = "model.layers"
+    is_encoder: bool = False
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -291,6 +318,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _QWEN_EXPERTS,
         {"norm_topk_prob": True},
         of_images=frozenset({_SECTIONS, "n_deepstack_layers"}),
+    ),
+    "bert": Architecture(
+        "BertModel",
+        "bert",
+        _BERT,
+        {
+            "layer_norm_eps": ("attention.layer_norm_epsilon", float),
+            "is_causal": ("attention.causal", bool),
+        },
+        outer=_BERT_OUTER,
+        layers="encoder.layer",
+        is_encoder=True,
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", _LLAMA, pairs=True),
     "olmo2": Architecture(

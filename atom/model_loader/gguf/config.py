@@ -21,6 +21,7 @@ from atom.model_loader.gguf.architectures import (
     Architecture,
     architecture_of,
 )
+from atom.model_loader.gguf.bert import bert_config
 from atom.model_loader.gguf.file import GGUFFile
 from atom.model_loader.gguf.pooling import NONE, check_pooling
 from atom.models.config.check import check_config
@@ -68,7 +69,7 @@ _GATING = "expert_gating_func"
 _ZERO_KEYS = {"expert_count", "expert_used_count", "attention.sliding_window"}
 # Architectures that generate nothing.
 _ENCODERS = (
-    *("bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3"),
+    *("nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3"),
     *("modern-bert", "eurobert", "gemma-embedding", "t5encoder"),
 )
 
@@ -240,6 +241,11 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
     check_architecture(file)
     metadata, own = file.metadata, f"{file.architecture}."
     architecture = architecture_of(file)
+    if architecture.is_encoder:
+        config = bert_config(file, dtype)
+        check_config(config, str(file.path))
+        _check_tensors(file, config)
+        return config
     has_bias = "blk.0.attn_q.bias" in file.tensors
     heads = metadata.require(own + "attention.head_count", int)
     embedding = file.tensors.get("token_embd.weight")

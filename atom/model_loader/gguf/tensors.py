@@ -36,11 +36,6 @@ _FLOAT_KINDS = {
 }
 _CHUNK_ELEMENTS = 1 << 22
 
-_OUTER_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
 # What tensors that stay in float32 end with: few numbers, whose rounding changes choices.
 _DECAYS = "attn.A_log"
 PRECISE = ("e_score_correction_bias", "self_attn.sinks", _DECAYS, "attn.dt_bias")
@@ -181,9 +176,10 @@ def _hugging_face_name(architecture: Architecture, name: str) -> str | None:
         layer, part = match.groups()
         modules = architecture.layer.get(part, "").split()
         if modules and modules[0].endswith(PRECISE):
-            return f"model.layers.{layer}.{modules[0]}"
-        return " ".join(f"model.layers.{layer}.{module}.{suffix}" for module in modules) or None
-    outer = _OUTER_NAMES.get(stem)
+            return f"{architecture.layers}.{layer}.{modules[0]}"
+        prefix = f"{architecture.layers}.{layer}"
+        return " ".join(f"{prefix}.{module}.{suffix}" for module in modules) or None
+    outer = architecture.outer.get(stem)
     return f"{outer}.{suffix}" if outer else None
 
 

@@ -26,6 +26,7 @@ from tokenizers import (
 
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.gguf.bert import word_pieces
 from atom.model_loader.gguf.file import GGUFFile
 from atom.model_loader.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from atom.model_loader.tokenizers.plain_tokenizer import MARK, NAMED_TOKENS
@@ -88,12 +89,15 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
         tokenizer, adds_bos = _byte_level(file, vocabulary, pre), pre.adds_bos
     elif kind == "llama":
         tokenizer, adds_bos = _sentencepiece(file, vocabulary), True
+    elif kind == "bert":
+        no_pieces = frozenset(vocabulary.of_types(_CONTROL, _UNKNOWN))
+        tokenizer, adds_bos = word_pieces(file, vocabulary.ids(), no_pieces), False
     else:
         raise ConfigError(
-            f"{file.path}: tokenizer {kind!r} is not supported in GGUF files; supported are gpt2 "
-            f"and llama. Pass --tokenizer"
+            f"{file.path}: tokenizer {kind!r} is not supported in GGUF files; supported are gpt2, "
+            f"llama and bert. Pass --tokenizer"
         )
-    config = _tokenizer_config(file, vocabulary, adds_bos)
+    config = _tokenizer_config(file, vocabulary, adds_bos, is_framed=kind == "bert")
     named = [token for name, token in config.items() if name in NAMED_TOKENS]
     special = dict.fromkeys([*vocabulary.of_types(_CONTROL, _UNKNOWN), *named])
     tokenizer.add_special_tokens(
@@ -106,7 +110,8 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
             if token not in special
         ]
     )
-    tokenizer.post_processor = _post_processor(config, vocabulary)
+    if tokenizer.post_processor is None:
+        tokenizer.post_processor = _post_processor(config, vocabulary)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
     _write_chat_templates(file, folder)
@@ -184,7 +189,12 @@ def _merges_of_scores(
     return merges
 
 
-def _tokenizer_config(file: GGUFFile, vocabulary: _Vocabulary, adds_bos: bool) -> dict[str, Any]:
+def _tokenizer_config(
+    file: GGUFFile, vocabulary: _Vocabulary, adds_bos: bool, is_framed: bool
+) -> dict[str, Any]:
+    """Args:
+    is_framed: whether the tokenizer frames texts by itself.
+    """
     metadata = file.metadata
     config: dict[str, Any] = {
         "tokenizer_class": "TokenizersBackend",
@@ -204,7 +214,7 @@ def _tokenizer_config(file: GGUFFile, vocabulary: _Vocabulary, adds_bos: bool) -
                 f"{file.path}: the {key} token is {token_id} of {len(vocabulary.tokens)} tokens"
             )
         config[f"{name}_token"] = vocabulary.tokens[token_id]
-    for name in ("bos", "eos"):
+    for name in () if is_framed else ("bos", "eos"):
         if config[f"add_{name}_token"] and f"{name}_token" not in config:
             raise WeightError(f"{file.path} adds a {name} token to every text, but has none")
     return config
