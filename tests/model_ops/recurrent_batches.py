@@ -67,7 +67,27 @@ def join(parts: Sequence[Inputs]) -> Inputs:
     return Inputs(*(torch.cat(tensors) for tensors in zip(*lists, strict=True)))
 
 
-def pool(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def pool(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, rows: int = ROWS
+) -> torch.Tensor:
     """Nothing that a sequence has not written may be read as a number."""
     _, heads, key, value, _ = shape
-    return torch.full((ROWS, VERSIONS, heads, key, value), float("nan"), dtype=dtype)
+    return torch.full((rows, VERSIONS, heads, key, value), float("nan"), dtype=dtype)
+
+
+def exact(inputs: Inputs, stored: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of the delta rule and states after each token, in float64 but for their rounding."""
+    q, k, v, log_decay, beta = (tensor.double() for tensor in vars(inputs).values())
+    repeats = v.shape[1] // q.shape[1]
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(repeats, 1) for x in (q / q.shape[2] ** 0.5, k))
+    state = torch.zeros(v.shape[1], q.shape[2], v.shape[2], dtype=torch.float64)
+    outs, states = [], []
+    for t in range(len(q)):
+        state = state * log_decay[t].exp()[..., None]
+        error = v[t] - torch.einsum("hk,hkv->hv", k[t], state)
+        state = state + torch.einsum("hk,hv->hkv", k[t], error * beta[t, :, None])
+        outs.append(torch.einsum("hk,hkv->hv", q[t], state))
+        state = state.to(stored).double()
+        states.append(state)
+    return torch.stack(outs), torch.stack(states)

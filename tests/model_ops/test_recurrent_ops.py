@@ -10,7 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_ops.native_numbers import one_thread, random  # noqa: F401  # a fixture
-from model_ops.recurrent_batches import ROWS, VERSIONS, Inputs, join, metadata_of, pool
+from model_ops.recurrent_batches import (
+    ROWS,
+    VERSIONS,
+    Inputs,
+    exact,
+    join,
+    metadata_of,
+    pool,
+)
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from atom.model_ops.kernels.native import recurrent as native_ops
@@ -27,24 +35,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 STATES = [torch.float32, torch.bfloat16]
 stored = pytest.mark.parametrize("stored", STATES, ids=lambda dtype: f"{dtype} states")
-
-
-def exact(inputs: Inputs, stored: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and states after each token, in float64 but for their rounding."""
-    q, k, v, log_decay, beta = (tensor.double() for tensor in vars(inputs).values())
-    repeats = v.shape[1] // q.shape[1]
-    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    q, k = (x.repeat_interleave(repeats, 1) for x in (q / q.shape[2] ** 0.5, k))
-    state = torch.zeros(v.shape[1], q.shape[2], v.shape[2], dtype=torch.float64)
-    outs, states = [], []
-    for t in range(len(q)):
-        state = state * log_decay[t].exp()[..., None]
-        error = v[t] - torch.einsum("hk,hkv->hv", k[t], state)
-        state = state + torch.einsum("hk,hv->hkv", k[t], error * beta[t, :, None])
-        outs.append(torch.einsum("hk,hkv->hv", q[t], state))
-        state = state.to(stored).double()
-        states.append(state)
-    return torch.stack(outs), torch.stack(states)
 
 
 @names

@@ -450,6 +450,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "delta_rule": (
         invariant("native.recurrent:delta_rule"),
+        kernel("triton.delta_chunks:delta_rule", "triton.delta_chunks:refuses"),
         invariant("triton.recurrent:delta_rule", "triton.recurrent:refuses_delta"),
         invariant("torch.recurrent:delta_rule"),
     ),

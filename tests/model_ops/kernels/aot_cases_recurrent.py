@@ -47,7 +47,11 @@ def _conv(channels: int, padded: bool) -> Case:
 
 
 def _delta(
-    heads: tuple[int, int], decays: int, padded: bool = False, stored: torch.dtype = FP32
+    heads: tuple[int, int],
+    decays: int,
+    padded: bool = False,
+    stored: torch.dtype = FP32,
+    by_chunks: bool = False,
 ) -> Case:
     key_heads, value_heads = heads
 
@@ -70,6 +74,9 @@ def _delta(
     name = f"delta_rule/{key_heads} {value_heads} {decays}{' padded' if padded else ''}"
     name += f" {stored}" if stored is not FP32 else ""
     first, *others = (of(*batch) for batch in BATCHES)
+    if by_chunks:
+        matrix = "_relate", "_walk_chunks"
+        return Case(f"{name} by chunks", "delta_rule", others[-1], shape, matrix=matrix)
     return Case(name, "delta_rule", first, shape, batches=tuple(others))
 
 
@@ -107,6 +114,9 @@ CASES: tuple[Case, ...] = (
     _delta((32, 32), 128),
     _delta((12, 12), 128, padded=True),
     _delta((16, 32), 1, stored=BF16),
+    _delta((32, 32), 128, by_chunks=True),
+    _delta((16, 32), 1, by_chunks=True),
+    _delta((12, 12), 128, padded=True, stored=BF16, by_chunks=True),
     _gates(32, 1),
     _gates(32, 128),
     _gates(12, 128),

@@ -1,7 +1,8 @@
 """Layers with a recurrent state: convolution, gates, delta rule and gated norm.
 
 Every number of tokens goes through the same kernels in the same order, so the bits do not depend on
-how a sequence is cut into steps. Prompts take one token of the delta rule after the other, too.
+how a sequence is cut into steps. Prompts take one token of the delta rule after the other, too;
+`delta_chunks.py` takes many at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _LARGEST_KEY = 256
 _STATE_TILE = 4096
 _CONV_TOKENS, _CONV_CHANNELS = 16, 64
 _GATE_TILE = 1024
-_METADATA = ["rows_ptr", "lens_ptr", "starts_ptr", "padding_ptr"]
+# Tokens that `delta_chunks.py` takes at once, from one multiple of this to the next.
+CHUNK = 64
+METADATA = ["rows_ptr", "lens_ptr", "starts_ptr", "padding_ptr"]
 
 
 def refuses_delta(query: OpQuery) -> str | None:
@@ -35,7 +38,7 @@ def refuses_delta(query: OpQuery) -> str | None:
 
 
 @triton.jit
-def _span(sequence, lens_ptr, starts_ptr, padding_ptr):
+def span(sequence, lens_ptr, starts_ptr, padding_ptr):
     """Where a sequence's tokens begin, how many there are, how many of them are real, and the
     position of the first.
     """
@@ -48,7 +51,17 @@ def _span(sequence, lens_ptr, starts_ptr, padding_ptr):
     return begin, length, real, start
 
 
-@triton.jit(do_not_specialize=["keeps"], do_not_specialize_on_alignment=_METADATA)
+@triton.jit
+def by_chunks(start, real, CHUNK: tl.constexpr):
+    """How many of a sequence's tokens go by chunks: those before the last border of the grid, if a
+    whole chunk is among them.
+    """
+    end = (start + real) // CHUNK * CHUNK
+    whole = end - (start + CHUNK - 1) // CHUNK * CHUNK
+    return tl.where(whole > 0, end - start, 0)
+
+
+@triton.jit(do_not_specialize=["keeps"], do_not_specialize_on_alignment=METADATA)
 def _convolve(
     out_ptr, x_ptr, weight_ptr, ring_ptr, rows_ptr, lens_ptr, starts_ptr, padding_ptr,
     x_stride, channel_stride, tap_stride, keeps,
@@ -61,7 +74,7 @@ def _convolve(
     one writes.
     """
     sequence = tl.program_id(0)
-    begin, length, real, start = _span(sequence, lens_ptr, starts_ptr, padding_ptr)
+    begin, length, real, start = span(sequence, lens_ptr, starts_ptr, padding_ptr)
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     channels = tl.program_id(2) * TILE + tl.arange(0, TILE)
     inside = channels < CHANNELS
@@ -90,14 +103,14 @@ def _convolve(
         tl.store(ring_ptr + slots[:, None] + channels[None, :], x, mask=kept)
 
 
-@triton.jit(do_not_specialize_on_alignment=_METADATA)
+@triton.jit(do_not_specialize_on_alignment=METADATA)
 def _keep_inputs(
     x_ptr, ring_ptr, rows_ptr, lens_ptr, starts_ptr, padding_ptr, x_stride,
     CHANNELS: tl.constexpr, RING: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: sequences, tiles of channels. The newest input of each slot, if one of these is."""
     sequence = tl.program_id(0)
-    begin, _, real, start = _span(sequence, lens_ptr, starts_ptr, padding_ptr)
+    begin, _, real, start = span(sequence, lens_ptr, starts_ptr, padding_ptr)
     slots = tl.arange(0, SLOTS)
     channels = tl.program_id(1) * TILE + tl.arange(0, TILE)
     newest = real - 1 - (start + real - 1 - slots + RING) % RING
@@ -123,7 +136,7 @@ def causal_conv(
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
     ring = ring.view(-1)
-    numbers = metadata.rows, metadata.context_lens, metadata.cu_seqlens_q, metadata.padding_lens
+    numbers = numbers_of(metadata)
     longest, sequences = max(metadata.query_lens_cpu), len(metadata.query_lens_cpu)
     # What is written at once lies beside what is read.
     keeps = longest <= ring_len - (taps - 1)
@@ -211,17 +224,23 @@ def _normed_key(x_ptr, offsets, mask, eps):
     return x / tl.sqrt(tl.sum(x * x, axis=0) + eps)
 
 
-@triton.jit(do_not_specialize_on_alignment=_METADATA)
+@triton.jit(do_not_specialize=["behind_chunks"], do_not_specialize_on_alignment=METADATA)
 def _delta_rule(
     out_ptr, q_ptr, k_ptr, v_ptr, log_decay_ptr, beta_ptr, states_ptr,
     rows_ptr, lens_ptr, starts_ptr, padding_ptr,
-    q_stride, k_stride, v_stride, scale, eps,
+    q_stride, k_stride, v_stride, scale, eps, behind_chunks,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     DECAYS: tl.constexpr, VERSIONS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: sequences, heads, tiles of the columns of a state, which a program keeps."""
+    """Grid: sequences, heads, tiles of the columns of a state, which a program keeps.
+
+    behind_chunks: 1 where the tokens that `by_chunks` counts are done, else 0.
+    """
     sequence, head = tl.program_id(0), tl.program_id(1)
-    begin, length, real, start = _span(sequence, lens_ptr, starts_ptr, padding_ptr)
+    begin, length, real, start = span(sequence, lens_ptr, starts_ptr, padding_ptr)
+    done = by_chunks(start, real, CHUNK) * behind_chunks
+    begin, length, real, start = begin + done, length - done, real - done, start + done
     key_head = head // (HEADS // KEY_HEADS)
     r = tl.arange(0, ROWS)
     columns = tl.program_id(2) * TILE + tl.arange(0, TILE)
@@ -272,17 +291,37 @@ def delta_rule(
         ValueError: when shapes or data types do not fit.
     """
     check_rule(q, k, v, log_decay, beta, states)
-    (tokens, key_heads, key), (_, heads, value) = q.shape, v.shape
-    out = v.new_empty(tokens, heads, value)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    q, k, v = apart_by_tokens(q, k, v)
+    walk_tokens(out, q, k, v, log_decay.contiguous(), beta.contiguous(), states, metadata)
+    return out
+
+
+def walk_tokens(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    metadata: StateMetadata,
+    behind_chunks: bool = False,
+) -> None:
+    """Write the rows of `out`, and states, token by token.
+
+    Args:
+        behind_chunks: whether tokens that go by chunks are done, and the state behind them is in
+            the pool.
+    """
     if out.numel() == 0:
-        return out
-    q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
-    numbers = metadata.rows, metadata.context_lens, metadata.cu_seqlens_q, metadata.padding_lens
+        return
+    (_, key_heads, key), (_, heads, value) = q.shape, v.shape
     rows = triton.next_power_of_2(key)
     tile = min(triton.next_power_of_2(value), max(_STATE_TILE // rows, 1))
     _delta_rule[(len(metadata.query_lens_cpu), heads, triton.cdiv(value, tile))](
-        *(out, q, k, v, log_decay.contiguous(), beta.contiguous(), states.view(-1), *numbers),
-        *(q.stride(0), k.stride(0), v.stride(0), key**-0.5, NORM_EPS),
+        *(out, q, k, v, log_decay, beta, states.view(-1), *numbers_of(metadata)),
+        *(q.stride(0), k.stride(0), v.stride(0), key**-0.5, NORM_EPS, int(behind_chunks)),
         KEY_HEADS=key_heads,
         HEADS=heads,
         KEY=key,
@@ -291,9 +330,19 @@ def delta_rule(
         VERSIONS=states.shape[1],
         ROWS=rows,
         TILE=tile,
+        CHUNK=CHUNK,
         num_warps=4,
     )
-    return out
+
+
+def apart_by_tokens(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[T, heads, size] each, so that only the tokens may lie apart."""
+    return tuple(x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in parts)
+
+
+def numbers_of(metadata: StateMetadata) -> tuple[torch.Tensor | None, ...]:
+    """What kernels read of each sequence."""
+    return metadata.rows, metadata.context_lens, metadata.cu_seqlens_q, metadata.padding_lens
 
 
 @triton.jit
