@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from atom.model_ops.expert_parallel import HeldExperts, create_spread
+from atom.model_ops.gates import SILU, ClampedGate, Gate, SiluGate, gate_shape
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import share_of, stack
 from atom.model_ops.quant.inputs import resolve_product, take_weights
@@ -37,27 +38,6 @@ def is_only_shared_plain(context: LayerContext, prefix: str, shared: str) -> boo
     routed = quant.method_for(prefix, [f"{prefix}.0.{part}" for part in _MATRICES], "experts")
     alone = (quant.method_for(f"{shared}.{part}") for part in _MATRICES)
     return routed is not None and not any(alone)
-
-
-@dataclass(frozen=True)
-class ClampedGate:
-    """Between products with biases: (up + 1) * gate * sigmoid(alpha * gate), both cut off at
-    `limit`, gate only above.
-
-    Experts with it are stored as gpt-oss has them: where one tensor has those of all, gate and up
-    take turns, and numbers are [experts, inputs, outputs].
-    """
-
-    alpha: float
-    limit: float
-
-
-@dataclass(frozen=True)
-class SituGate:
-    """Between products: the op `situ_and_mul` (Kimi-K3)."""
-
-    beta: float
-    linear_beta: float
 
 
 class TopKRouter(nn.Module):
@@ -99,13 +79,6 @@ class TopKRouter(nn.Module):
         return out
 
 
-_OPS: dict[type, str] = {
-    type(None): "moe_experts",
-    ClampedGate: "clamped_experts",
-    SituGate: "situ_experts",
-}
-
-
 class FusedMoE(nn.Module):
     """The gated MLPs of all experts.
 
@@ -117,7 +90,7 @@ class FusedMoE(nn.Module):
         shared: the checkpoint's name of an expert that every token visits, as `routing.has_shared`
             says; its weights follow those of the others. None if it is a layer of its own. It is
             stored like the others, or not quantised where the op takes that (`OpChoice`).
-        gate: None for silu.
+        gate: what is between an expert's products.
         turned: whether tensors of all experts may be stored with inputs before outputs, as their
             shapes say then; those with a clamped gate are.
 
@@ -149,7 +122,7 @@ class FusedMoE(nn.Module):
         context: LayerContext,
         prefix: str,
         shared: str | None = None,
-        gate: ClampedGate | SituGate | None = None,
+        gate: Gate = SILU,
         turned: bool = False,
     ) -> None:
         super().__init__()
@@ -193,7 +166,7 @@ class FusedMoE(nn.Module):
             self.w2_bias = context.empty(self._held.count, hidden_size)
         form = self._storages["w13"].format
         self.choice = resolve_product(
-            _OPS[type(gate)],
+            "moe_experts",
             form,
             context,
             num_experts=self._held.count + self._has_plain,
@@ -201,6 +174,7 @@ class FusedMoE(nn.Module):
             elsewhere=self._held.elsewhere,
             hidden_size=hidden_size,
             intermediate_size=share.size,
+            **gate_shape(gate),
         )
         if self._has_plain and not self.choice.takes_plain:
             raise ValueError(f"{shared} is not quantised, which {self.choice.name} does not take")
@@ -398,7 +372,7 @@ class FusedMoE(nn.Module):
         """
         if out is not None and self.choice.into is not None and not self.is_spread:
             w13, w2 = self._weights()
-            self.choice.into(x, w13, w2, weights, ids, self._held.elsewhere, out)
+            self.choice.into(x, w13, w2, weights, ids, self._held.elsewhere, self._gate, out)
             return out
         if isinstance(x, QuantInputs):
             return self._run(x, weights, ids)
@@ -408,14 +382,14 @@ class FusedMoE(nn.Module):
         """The same with ids among this rank's experts; their number for one elsewhere."""
         w13, w2 = self._weights()
         out: torch.Tensor
-        gate, elsewhere = self._gate, self._held.elsewhere
-        if isinstance(gate, ClampedGate):
+        routed = weights, ids, self._held.elsewhere
+        if self._is_clamped:
             biases = self.w13_bias, self.w2_bias
-            out = self._experts(x, w13, w2, *biases, weights, ids, gate.alpha, gate.limit)
-        elif gate is not None:
-            out = self._experts(x, w13, w2, weights, ids, elsewhere, gate.beta, gate.linear_beta)
+            out = self._experts(x, w13, w2, *routed, self._gate, biases)
+        elif isinstance(self._gate, SiluGate):
+            out = self._experts(x, w13, w2, *routed)
         else:
-            out = self._experts(x, w13, w2, weights, ids, elsewhere)
+            out = self._experts(x, w13, w2, *routed, self._gate)
         return out
 
     def _weights(self) -> tuple[Any, Any]:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from atom.model_ops.attention.sinks import HeadSinks
+from atom.model_ops.gates import ClampedGate
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
-from atom.model_ops.moe import ClampedGate, FusedMoE
+from atom.model_ops.moe import FusedMoE
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping

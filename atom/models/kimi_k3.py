@@ -17,6 +17,7 @@ from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput, ModelOutput
+from atom.model_ops.gates import SituGate
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm, Sublayer
 from atom.model_ops.linear import (
@@ -26,7 +27,7 @@ from atom.model_ops.linear import (
     RowParallelLinear,
     share_of,
 )
-from atom.model_ops.moe import FusedMoE, SituGate, TopKRouter
+from atom.model_ops.moe import FusedMoE, TopKRouter
 from atom.model_ops.quant.base import UnquantizedConfig
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rank_sums import resolve_plain_sum

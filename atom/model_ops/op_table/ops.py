@@ -331,11 +331,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("native.moe:moe_experts"),
         kernel(
             "triton.products.moe_experts:moe_experts",
-            "triton.products.moe_align:refuses",
+            "triton.products.moe_experts:refuses",
             into="triton.products.moe_experts:moe_experts_into",
         ),
         invariant(
-            "triton.products.invariant_experts:moe_experts", "triton.products.moe_align:refuses"
+            "triton.products.invariant_experts:moe_experts", "triton.products.moe_experts:refuses"
         ),
         kernel("torch.moe:moe_experts"),
     ),
@@ -376,66 +376,6 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         ),
         kernel(
             "torch.quant:quant_experts", prepare="torch.quant:prepare_experts", dequantises=True
-        ),
-    ),
-    "clamped_experts": (
-        invariant("native.moe:clamped_experts"),
-        kernel("torch.moe:clamped_experts"),
-    ),
-    "quant_clamped_experts": (
-        invariant(
-            "native.quant.experts:quant_clamped_experts",
-            "native.quant.experts:refuses",
-            prepare="native.quant.experts:prepare",
-        ),
-        invariant(
-            "native.quant.experts:dense_clamped_experts",
-            "native.quant.experts:refuses_dense",
-            prepare="torch.quant:prepare_experts",
-            dequantises=True,
-        ),
-        kernel(
-            "torch.quant:quant_clamped_experts",
-            prepare="torch.quant:prepare_experts",
-            dequantises=True,
-        ),
-    ),
-    "situ_experts": (
-        invariant("native.moe:situ_experts"),
-        kernel("triton.products.moe_experts:situ_experts", "triton.products.moe_align:refuses"),
-        invariant(
-            "triton.products.invariant_experts:situ_experts", "triton.products.moe_align:refuses"
-        ),
-        kernel("torch.moe:situ_experts"),
-    ),
-    "quant_situ_experts": (
-        invariant(
-            "native.quant.experts:quant_situ_experts",
-            "native.quant.experts:refuses",
-            prepare="native.quant.experts:prepare",
-        ),
-        invariant(
-            "native.quant.experts:dense_situ_experts",
-            "native.quant.experts:refuses_dense",
-            prepare="torch.quant:prepare_experts",
-            dequantises=True,
-        ),
-        kernel(
-            "triton.products.quant_experts:quant_situ_experts",
-            "triton.products.quant_experts:refuses",
-            prepare="triton.products.quant_experts:prepare",
-            note=lambda query: find("triton.products.quant_layout:note")(query),
-        ),
-        invariant(
-            "triton.products.invariant_experts:quant_situ_experts",
-            "triton.products.quant_experts:refuses",
-            prepare="triton.products.quant_experts:prepare",
-            note=lambda query: find("triton.products.quant_layout:note")(query),
-        ),
-        kernel(
-            "torch.quant:quant_situ_experts",
-            prepare="torch.quant:prepare_experts",
-            dequantises=True,
         ),
     ),
     "causal_conv": (

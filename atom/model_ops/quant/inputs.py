@@ -15,8 +15,6 @@ _OF_QUANTISED = {
     "linear": "quant_linear",
     "logits": "quant_logits",
     "moe_experts": "quant_experts",
-    "clamped_experts": "quant_clamped_experts",
-    "situ_experts": "quant_situ_experts",
 }
 _INTEGERS = ("int4", "int6", "int8")
 

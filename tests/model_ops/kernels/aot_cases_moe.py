@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from aot_case import Case
 
+from atom.model_ops.gates import SILU, Gate, SituGate, gate_shape
 from atom.model_ops.kernels.triton.products.moe_align import moe_align
 from atom.model_ops.registry import Implementation, OpQuery
 from atom.model_ops.routing import Routing
@@ -55,7 +56,7 @@ KIMI_EP8 = Experts(48, 8, 7168, 2048, elsewhere=336)
 # Of its latent rows.
 K3_TP8 = Experts(896, 16, 3584, 384)
 # Kimi-K3's gate.
-SITU = (4.0, 25.0)
+SITU = SituGate(4.0, 25.0)
 LITE = Experts(64, 6, 2048, 1408)
 LITE_TP8 = Experts(64, 6, 2048, 176)
 
@@ -70,26 +71,20 @@ def _route(name: str, routing: Routing, biased: bool) -> Case:
 
 
 def _experts(
-    name: str, sizes: Experts, num_tokens: int, dtype: torch.dtype = torch.bfloat16
+    name: str,
+    sizes: Experts,
+    num_tokens: int,
+    dtype: torch.dtype = torch.bfloat16,
+    gate: Gate = SILU,
 ) -> Case:
     return Case(
         f"moe_experts/{name} of {num_tokens}",
         "moe_experts",
-        lambda query: sizes.arguments(query, num_tokens),
-        sizes.shape,
+        lambda query: (*sizes.arguments(query, num_tokens), gate),
+        {**sizes.shape, **gate_shape(gate)},
         dtype=dtype,
         matrix=("_grouped_product", "_grouped_product#2") if dtype != torch.float32 else (),
         hands_over=("_grouped_product",) if num_tokens == 1 else (),
-    )
-
-
-def _situ_experts(num_tokens: int) -> Case:
-    return Case(
-        f"situ_experts/kimi k3 tp8 of {num_tokens}",
-        "situ_experts",
-        lambda query: (*K3_TP8.arguments(query, num_tokens), *SITU),
-        K3_TP8.shape,
-        matrix=("_grouped_product", "_grouped_product#2"),
     )
 
 
@@ -121,7 +116,7 @@ CASES: tuple[Case, ...] = (
     _route("deepseek v2 lite", LITE_ROUTING, False),
     *(_experts("kimi tp8", KIMI_TP8, tokens) for tokens in (1, 64, 1024, 8192)),
     _experts("kimi ep8", KIMI_EP8, 64),
-    *(_situ_experts(tokens) for tokens in (64, 8192)),
+    *(_experts("kimi k3 tp8", K3_TP8, tokens, gate=SITU) for tokens in (64, 8192)),
     *(_experts("deepseek v2 lite", LITE, tokens) for tokens in (64, 2048)),
     _experts("deepseek v2 lite tp8", LITE_TP8, 64),
     _experts("deepseek v2 lite float16", LITE, 512, torch.float16),

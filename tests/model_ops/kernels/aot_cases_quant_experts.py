@@ -54,16 +54,15 @@ def _experts(
             *matrices,
             torch.empty(num_tokens, sizes.top_k),
             torch.empty(num_tokens, sizes.top_k, dtype=torch.int64),
-            *((0, *SITU) if is_k3 else ()),
+            *((0, SITU) if is_k3 else ()),
         )
 
-    op, name = ("quant_situ_experts", "kimi k3") if is_k3 else ("quant_experts", "kimi")
-
     case = Case(
-        f"{op}/{name} tp8 {form} of {num_tokens}{' and plain' * shared_is_plain}",
-        op,
+        f"quant_experts/{'kimi k3' if is_k3 else 'kimi'} tp8 {form} of {num_tokens}"
+        f"{' and plain' * shared_is_plain}",
+        "quant_experts",
         arguments,
-        sizes.shape,
+        {**sizes.shape, "situ": int(is_k3)},
         matrix=("_grouped_quant", "_grouped_quant#2"),
         hands_over=("_grouped_quant",) if num_tokens == 1 else (),
         weights=form,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from atom.model_ops.attention.metadata import SamplingMetadata, StateMetadata
+from atom.model_ops.gates import ClampedGate, SituGate
 from atom.model_ops.kernels.torch.carried import CarriedInputs, CarriedTokens
 from atom.model_ops.routing import Routing
 
@@ -102,7 +103,8 @@ def _products() -> list[OpCase]:
     gates = torch.rand(5, 2)
     experts = random(5, 128), random(8, 256, 128, seed=3) / 8, random(8, 128, 128, seed=4) / 8
     biases = random(8, 256, seed=7), random(8, 128, seed=8)
-    clamped = *experts, *biases, gates, ids, 1.702, 1.5
+    routed = *experts, gates, ids, 0
+    biased, situ = (*routed, ClampedGate(1.702, 1.5), biases), (*routed, SituGate(4.0, 25.0))
     layer = {"num_experts": 8, "top_k": 2, "elsewhere": 0}
     layer |= {"hidden_size": 128, "intermediate_size": 128}
     return [
@@ -110,9 +112,9 @@ def _products() -> list[OpCase]:
         OpCase("linear", (x[:3], wide, None), wide_sizes, tolerance=ROUNDED),
         OpCase("logits", (x, weight), sizes, tolerance=1e-3),
         OpCase("embedding", (integers(96, 7), weight)),
-        OpCase("clamped_experts", clamped, layer, tolerance=2 * ROUNDED),
-        OpCase("moe_experts", (*experts, gates, ids), layer, tolerance=2 * ROUNDED),
-        OpCase("situ_experts", (*experts, gates, ids, 0, 4.0, 25.0), layer, tolerance=2 * ROUNDED),
+        OpCase("moe_experts", biased, layer | {"clamped": 1}, tolerance=2 * ROUNDED),
+        OpCase("moe_experts", routed, layer, tolerance=2 * ROUNDED),
+        OpCase("moe_experts", situ, layer | {"situ": 1}, tolerance=2 * ROUNDED),
     ]
 
 

@@ -33,8 +33,6 @@ ELSEWHERE = {
     "quant_logits": "test_native_quant.py",
     "quant_embedding": "test_native_quant.py",
     "quant_experts": "test_triton_quant_experts.py",
-    "quant_clamped_experts": "test_native_quant_experts.py",
-    "quant_situ_experts": "test_triton_quant_experts.py",
     "block_attention": "test_triton_attention.py",
     "mla_block_attention": "test_triton_mla.py",
     "rms_norm_pair": "test_triton_elementwise.py",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from model_ops.kernels.test_native_quant import FORMATS, REASON, inputs, weights, with_inputs
 
+from atom.model_ops.gates import ClampedGate
 from atom.model_ops.kernels.native.quant import experts as quant_experts
 from atom.model_ops.kernels.native.quant import linear as quant
 from atom.model_ops.kernels.native.quant import pack as quant_pack
@@ -150,18 +151,18 @@ def test_clamped_experts_of_mxfp4(dtype: torch.dtype) -> None:
     biases = [torch.randn(EXPERTS, n, generator=generator).to(dtype) for n in (2 * INTER, HIDDEN)]
     x, (scores, ids) = inputs(ROWS, HIDDEN, dtype), choices()
     table = OpTable(cpu_platform(), OPS)
-    choice = table.resolve_weights("quant_clamped_experts", dtype, MXFP4, **sizes)
+    choice = table.resolve_weights("quant_experts", dtype, MXFP4, **sizes, clamped=1)
     assert choice.name == "native"
     assert choice.prepare is not None
     assert not choice.dequantises
     prepared = choice.prepare(w13, w2, dtype)
-    gate = 1.702, 2.0
-    found = choice.function(x, *prepared, *biases, scores, ids, *gate)
+    gate = ClampedGate(1.702, 2.0)
+    found = choice.function(x, *prepared, scores, ids, 0, gate, biases)
     dense = torch_quant.prepare_experts(w13, w2, torch.float32)
-    wide = [bias.float() for bias in biases]
-    expected = torch_quant.quant_clamped_experts(x.float(), *dense, *wide, scores, ids, *gate)
+    wide = biases[0].float(), biases[1].float()
+    expected = torch_quant.quant_experts(x.float(), *dense, scores, ids, 0, gate, wide)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype] * float(expected.abs().max())
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=0)
     for rows in ([7], [3, 39, 5]):
-        own = choice.function(x[rows], *prepared, *biases, scores[rows], ids[rows], *gate)
+        own = choice.function(x[rows], *prepared, scores[rows], ids[rows], 0, gate, biases)
         assert torch.equal(own, found[rows])

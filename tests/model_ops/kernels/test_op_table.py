@@ -65,7 +65,6 @@ SIZES = {
 
 QUANTISED = (
     *("quant_linear", "quant_embedding", "quant_experts", "quant_logits"),
-    *("quant_clamped_experts", "quant_situ_experts"),
     *("add_rms_norm_quantise", "rms_norm_pair_quantise"),
 )
 
@@ -114,8 +113,6 @@ def test_every_line_of_the_table_answers_and_resolves(op: str, entry: Implementa
     assert is_left_to_packed or reason is None or reason == native_build().reason
 
 
-# On a GPU these are PyTorch's, by products of a library.
-CLAMPED = ("clamped_experts", "quant_clamped_experts")
 GPUS = [MI300X, Platform("rocm", "gfx90a", True), H100]
 
 
@@ -125,19 +122,20 @@ def test_each_op_has_a_batch_invariant_implementation_on_a_gpu(platform: Platfor
     pytest.importorskip("triton")
     table = OpTable(platform, OPS, batch_invariant=True)
     with probe.replaced(FakeAiter().library):
-        for op in CLAMPED:
-            with pytest.raises(OpUnavailableError, match="torch: not batch-invariant"):
-                table.resolve_weights(op, torch.bfloat16, None, **SIZES)
-        for op in (op for op in OPS if op not in CLAMPED):
+        # With this gate they are PyTorch's, by products of a library.
+        with pytest.raises(
+            OpUnavailableError, match=r"has no clamped gate(.|\n)*torch: not batch-invariant"
+        ):
+            table.resolve_weights("moe_experts", torch.bfloat16, None, **SIZES, clamped=1)
+        for op in OPS:
             dtype = torch.float32 if op == "moe_route" else torch.bfloat16
             if op in QUANTISED:
                 table.resolve_weights(op, dtype, FP8_CHANNEL, **SIZES)
             else:
                 table.resolve(op, dtype, torch.bfloat16, **SIZES)
     chosen = {op: name for op, name, *_ in map(str.split, table.describe().splitlines()[1:])}
-    others = [op for op in OPS if op not in CLAMPED]
-    computed_by_torch = {op for op in others if chosen[op] == "torch"}
-    assert {chosen[op] for op in others} == {"triton", "torch"}
+    computed_by_torch = {op for op in OPS if chosen[op] == "torch"}
+    assert {chosen[op] for op in OPS} == {"triton", "torch"}
     assert computed_by_torch == {
         *("all_reduce", "all_reduce_add_rms_norm", "add", "sigmoid", "embedding"),
         *("gelu_and_mul", "scale", "softcap", "mul_sigmoid", "layer_norm", "window_places"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atom.model_ops.gates import SituGate
 from atom.model_ops.kernels.torch import quant as reference
 from atom.model_ops.kernels.torch.elementwise import silu_and_mul
 from atom.model_ops.kernels.triton.products import moe_experts, quant_experts
@@ -134,14 +135,14 @@ def test_another_gate(device: torch.device) -> None:
     weights, ids = torch.rand(3, 1, generator=generator).to(device), torch.tensor([[0], [1], [2]])
     w13 = on(device, random_weights(form, scales, 2 * INTER, HIDDEN, 1))
     w2 = on(device, random_weights(form, scales, HIDDEN, INTER, 2))
-    routed = weights, ids.to(device), 1, 2.0, 3.0
+    routed = weights, ids.to(device), 1
     dense = reference.prepare_experts(w13, w2, x.dtype)
-    expected = reference.quant_situ_experts(x, *dense, *routed)
+    expected = reference.quant_experts(x, *dense, *routed, SituGate(2.0, 3.0))
     platform = cpu_platform() if device.type == "cpu" else current_platform()
     tiles = [prepare_tiles(matrix, platform) for matrix in (w13, w2)]
-    out = quant_experts.quant_situ_experts(x, *tiles, *routed)
+    out = quant_experts.quant_experts(x, *tiles, *routed, SituGate(2.0, 3.0))
     assert (out - expected).abs().max() < 2e-6 * expected.abs().max()
-    silu = reference.quant_experts(x, *dense, *routed[:3])
+    silu = reference.quant_experts(x, *dense, *routed)
     assert (out - silu).abs().max() > 1e-2 * expected.abs().max()
 
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from atom.model_ops.gates import refuses_gates
 from atom.model_ops.kernels.aiter.shuffle import (
     SHUFFLE,
     check_shuffled,
@@ -95,7 +96,8 @@ def _refuses_sizes(query: OpQuery) -> str | None:
         if size % _STEP:
             return f"{name}={size} is no multiple of {_STEP}"
     return (
-        refuses_shuffle(2 * inter, hidden)
+        refuses_gates(query.shape)
+        or refuses_shuffle(2 * inter, hidden)
         or refuses_shuffle(hidden, inter)
         or refuses_tuned(query, "No", query.dtype, query.dtype)
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from atom.environment import op_override
+from atom.model_ops.gates import refuses_gates
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.moe import FUSED, held_experts, with_masked_choice
 from atom.model_ops.kernels.aiter.quant import (
@@ -127,7 +128,7 @@ def quant_experts(
 
 
 def _refuses(query: OpQuery) -> str | None:
-    if reason := refuses_format(query.weights, tuple(_FORMATS)):
+    if reason := refuses_gates(query.shape) or refuses_format(query.weights, tuple(_FORMATS)):
         return reason
     assert query.weights is not None
     _, step = _FORMATS[query.weights]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from atom.model_ops.gates import SILU, Gate
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads, rows_apart
 from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
@@ -59,70 +60,20 @@ def moe_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    gate: Gate = SILU,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
     w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter]. Sums are in
     float32; what is between the products is rounded once. A row's result has the same bits in every
-    batch. Ids from `experts` on add nothing.
+    batch. Ids from `experts` on add nothing. biases: [experts, 2 * inter] and [experts, hidden].
 
     Raises:
         ValueError: when shapes or data types do not fit.
         IndexError: for a negative id.
     """
     del elsewhere  # such an id adds nothing in any case
-    return _sum_experts(x, w13, w2, None, weights, ids, 0.0, 0.0)
-
-
-def clamped_experts(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    bias13: torch.Tensor,
-    bias2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    alpha: float,
-    limit: float,
-) -> torch.Tensor:
-    """`moe_experts` with biases [experts, 2 * inter] and [experts, hidden], and (up + 1) * gate *
-    sigmoid(alpha * gate) between the products, both cut off at `limit`, gate only above.
-
-    Raises:
-        ValueError, IndexError: as `moe_experts`.
-    """
-    return _sum_experts(x, w13, w2, (bias13, bias2), weights, ids, alpha, limit)
-
-
-def situ_experts(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    elsewhere: int,
-    beta: float,
-    linear_beta: float,
-) -> torch.Tensor:
-    """`moe_experts` with the gate of `situ_and_mul`.
-
-    Raises:
-        ValueError, IndexError: as `moe_experts`.
-    """
-    del elsewhere  # such an id adds nothing in any case
-    return _sum_experts(x, w13, w2, None, weights, ids, beta, linear_beta)
-
-
-def _sum_experts(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    biases: tuple[torch.Tensor, torch.Tensor] | None,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    alpha: float,
-    limit: float,
-) -> torch.Tensor:
     rows, hidden = x.shape
     experts, inter = w13.shape[0], w2.shape[-1]
     top_k = ids.shape[-1]
@@ -147,7 +98,7 @@ def _sum_experts(
     choices = weights.data_ptr(), ids.data_ptr()
     sizes = rows, hidden, inter, experts, top_k, stride, ids.itemsize, num_threads()
     pointers = *matrices, *choices, out.data_ptr(), *biases_at
-    wrong = _experts(dtype, *pointers, *sizes, alpha, limit)
+    wrong = _experts(dtype, *pointers, *sizes, *gate.numbers)
     if wrong:
         raise IndexError(f"token {wrong - 1} has experts {ids[wrong - 1].tolist()}")
     return out
@@ -170,5 +121,5 @@ def bias_addresses(
         or not bias13.dtype is bias2.dtype is x.dtype
         or not (bias13.is_contiguous() and bias2.is_contiguous())
     ):
-        raise mismatch("clamped_experts", x=x, bias13=bias13, bias2=bias2)
+        raise mismatch("moe_experts", x=x, bias13=bias13, bias2=bias2)
     return bias13.data_ptr(), bias2.data_ptr()

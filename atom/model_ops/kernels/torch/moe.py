@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
+from atom.model_ops.gates import SILU, Gate, SiluGate, SituGate
 from atom.model_ops.kernels.torch.elementwise import silu_and_mul, situ_and_mul
 from atom.model_ops.kernels.torch.linear import linear
 from atom.model_ops.routing import Routing
@@ -59,6 +60,8 @@ def moe_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    gate: Gate = SILU,
+    biases: _Biases = None,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
@@ -68,56 +71,26 @@ def moe_experts(
     Args:
         elsewhere: number of experts that other ranks hold; with any, the id `experts` stands for
             one of them, and adds nothing.
+        gate: what is between the products.
+        biases: [experts, 2 * inter] and [experts, hidden], of the products.
     """
     del elsewhere  # such an id adds nothing in any case
-    return sum_experts(x, w13, w2, weights, ids, silu_and_mul)
+    return sum_experts(x, w13, w2, weights, ids, activation(gate), biases)
 
 
-def clamped_experts(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    bias13: torch.Tensor,
-    bias2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    alpha: float,
-    limit: float,
-) -> torch.Tensor:
-    """`moe_experts` with biases [experts, 2 * inter] and [experts, hidden], and (up + 1) * gate *
-    sigmoid(alpha * gate) between the products, both cut off at `limit`, gate only above.
-
-    Source: gpt-oss.
-    """
-    activate = clamped_gate(alpha, limit)
-    return sum_experts(x, w13, w2, weights, ids, activate, (bias13, bias2))
+def activation(gate: Gate) -> _Activate:
+    """[..., 2 * inter] -> [..., inter] as a gate says."""
+    if isinstance(gate, SiluGate):
+        return silu_and_mul
+    if isinstance(gate, SituGate):
+        return partial(situ_and_mul, beta=gate.beta, linear_beta=gate.linear_beta)
+    return partial(_clamped_and_mul, alpha=gate.alpha, limit=gate.limit)
 
 
-def situ_experts(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    elsewhere: int,
-    beta: float,
-    linear_beta: float,
-) -> torch.Tensor:
-    """`moe_experts` with the gate of `situ_and_mul`. Source: Kimi-K3."""
-    del elsewhere  # such an id adds nothing in any case
-    activate = partial(situ_and_mul, beta=beta, linear_beta=linear_beta)
-    return sum_experts(x, w13, w2, weights, ids, activate)
-
-
-def clamped_gate(alpha: float, limit: float) -> _Activate:
-    """What `clamped_experts` have between their products."""
-
-    def activate(gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
-
-    return activate
+def _clamped_and_mul(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 def sum_experts(

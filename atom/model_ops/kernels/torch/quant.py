@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from atom.model_ops.kernels.torch.elementwise import silu_and_mul, situ_and_mul
+from atom.model_ops.gates import SILU, Gate
 from atom.model_ops.kernels.torch.linear import linear, logits
-from atom.model_ops.kernels.torch.moe import clamped_gate, sum_experts
+from atom.model_ops.kernels.torch.moe import activation, sum_experts
 from atom.model_ops.kernels.torch.quantise import requantise
 from atom.model_ops.quant.weights import Activations, QuantWeights, dequantise
 
@@ -91,51 +91,14 @@ def quant_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    gate: Gate = SILU,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden]."""
+    """`moe_experts` of dequantised weights, with the inputs of both products rounded."""
     del elsewhere  # an id beyond the experts adds nothing
+    activate = activation(gate)
 
     def between(gate_up: torch.Tensor) -> torch.Tensor:
-        return w2.round_inputs(silu_and_mul(gate_up))
+        return w2.round_inputs(activate(gate_up))
 
-    return sum_experts(w13.round_inputs(x), w13.weight, w2.weight, weights, ids, between)
-
-
-def quant_clamped_experts(
-    x: torch.Tensor,
-    w13: DenseWeights,
-    w2: DenseWeights,
-    bias13: torch.Tensor,
-    bias2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    alpha: float,
-    limit: float,
-) -> torch.Tensor:
-    """`clamped_experts` of dequantised weights."""
-    gate = clamped_gate(alpha, limit)
-
-    def between(gate_up: torch.Tensor) -> torch.Tensor:
-        return w2.round_inputs(gate(gate_up))
-
-    biases = bias13, bias2
     return sum_experts(w13.round_inputs(x), w13.weight, w2.weight, weights, ids, between, biases)
-
-
-def quant_situ_experts(
-    x: torch.Tensor,
-    w13: DenseWeights,
-    w2: DenseWeights,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    elsewhere: int,
-    beta: float,
-    linear_beta: float,
-) -> torch.Tensor:
-    """`situ_experts` of dequantised weights."""
-    del elsewhere  # an id beyond the experts adds nothing
-
-    def between(gate_up: torch.Tensor) -> torch.Tensor:
-        return w2.round_inputs(situ_and_mul(gate_up, beta, linear_beta))
-
-    return sum_experts(w13.round_inputs(x), w13.weight, w2.weight, weights, ids, between)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from atom.model_ops.gates import SILU, Gate
 from atom.model_ops.kernels.native.bindings import (
     Kernels,
     constant,
@@ -13,12 +14,7 @@ from atom.model_ops.kernels.native.bindings import (
     num_threads,
     rows_apart,
 )
-from atom.model_ops.kernels.native.moe import (
-    bias_addresses,
-    clamped_experts,
-    moe_experts,
-    situ_experts,
-)
+from atom.model_ops.kernels.native.moe import bias_addresses, moe_experts
 from atom.model_ops.kernels.native.quant import pack
 from atom.model_ops.kernels.native.quant.pack import PackedWeights
 from atom.model_ops.kernels.torch.quant import DenseWeights
@@ -93,6 +89,8 @@ def quant_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    gate: Gate = SILU,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
@@ -105,57 +103,6 @@ def quant_experts(
         IndexError: for a negative id.
     """
     del elsewhere  # such an id adds nothing in any case
-    return _sum_experts(x, w13, w2, None, weights, ids, 0.0, 0.0)
-
-
-def quant_clamped_experts(
-    x: torch.Tensor,
-    w13: PackedWeights,
-    w2: PackedWeights,
-    bias13: torch.Tensor,
-    bias2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    alpha: float,
-    limit: float,
-) -> torch.Tensor:
-    """`quant_experts` with the biases and the gate of `clamped_experts`.
-
-    Raises:
-        ValueError, IndexError: as `quant_experts`.
-    """
-    return _sum_experts(x, w13, w2, (bias13, bias2), weights, ids, alpha, limit)
-
-
-def quant_situ_experts(
-    x: torch.Tensor,
-    w13: PackedWeights,
-    w2: PackedWeights,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    elsewhere: int,
-    beta: float,
-    linear_beta: float,
-) -> torch.Tensor:
-    """`quant_experts` with the gate of `situ_and_mul`.
-
-    Raises:
-        ValueError, IndexError: as `quant_experts`.
-    """
-    del elsewhere  # such an id adds nothing in any case
-    return _sum_experts(x, w13, w2, None, weights, ids, beta, linear_beta)
-
-
-def _sum_experts(
-    x: torch.Tensor,
-    w13: PackedWeights,
-    w2: PackedWeights,
-    biases: tuple[torch.Tensor, torch.Tensor] | None,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    alpha: float,
-    limit: float,
-) -> torch.Tensor:
     rows, hidden = x.shape
     experts, inter = w13.codes.shape[0], w2.in_features
     if (
@@ -182,7 +129,7 @@ def _sum_experts(
         *w13.sizes,
         *w2.sizes,
         num_threads(),
-        *(w13.fixed_scale, w2.fixed_scale, alpha, limit),
+        *(w13.fixed_scale, w2.fixed_scale, *gate.numbers),
     )
     if wrong:
         raise IndexError(f"token {wrong - 1} has experts {ids[wrong - 1].tolist()}")
@@ -196,36 +143,8 @@ def dense_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    gate: Gate = SILU,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """`quant_experts` of dequantised weights."""
-    return moe_experts(x, w13.weight, w2.weight, weights, ids, elsewhere)
-
-
-def dense_clamped_experts(
-    x: torch.Tensor,
-    w13: DenseWeights,
-    w2: DenseWeights,
-    bias13: torch.Tensor,
-    bias2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    alpha: float,
-    limit: float,
-) -> torch.Tensor:
-    """`clamped_experts` of dequantised weights."""
-    given = bias13, bias2, weights, ids, alpha, limit
-    return clamped_experts(x, w13.weight, w2.weight, *given)
-
-
-def dense_situ_experts(
-    x: torch.Tensor,
-    w13: DenseWeights,
-    w2: DenseWeights,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    elsewhere: int,
-    beta: float,
-    linear_beta: float,
-) -> torch.Tensor:
-    """`situ_experts` of dequantised weights."""
-    return situ_experts(x, w13.weight, w2.weight, weights, ids, elsewhere, beta, linear_beta)
+    return moe_experts(x, w13.weight, w2.weight, weights, ids, elsewhere, gate, biases)

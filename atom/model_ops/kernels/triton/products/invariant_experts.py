@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from atom.model_ops.gates import SILU, SiluGate, SituGate
 from atom.model_ops.kernels.triton.products import moe_experts as numbers
 from atom.model_ops.kernels.triton.products import quant_experts as codes
 from atom.model_ops.kernels.triton.products.quant_layout import TileWeights
@@ -22,39 +23,11 @@ def moe_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    gate: SiluGate | SituGate = SILU,
 ) -> torch.Tensor:
     """`moe_experts.moe_experts`."""
-    return numbers.mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere, splits=1)
-
-
-def situ_experts(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    elsewhere: int,
-    beta: float,
-    linear_beta: float,
-) -> torch.Tensor:
-    """`moe_experts.situ_experts`."""
-    given = x, w13, w2, weights, ids, elsewhere
-    return numbers.mixture(current_platform().kind, *given, splits=1, situ=(beta, linear_beta))
-
-
-def quant_situ_experts(
-    x: Rows,
-    w13: TileWeights,
-    w2: TileWeights,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    elsewhere: int,
-    beta: float,
-    linear_beta: float,
-) -> torch.Tensor:
-    """`quant_experts.quant_situ_experts`."""
-    given = x, w13, w2, weights, ids, elsewhere
-    return codes.mixture(current_platform().kind, *given, splits=1, situ=(beta, linear_beta))
+    kind = current_platform().kind
+    return numbers.mixture(kind, x, w13, w2, weights, ids, elsewhere, gate, splits=1)
 
 
 def quant_experts(
@@ -64,6 +37,8 @@ def quant_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    gate: SiluGate | SituGate = SILU,
 ) -> torch.Tensor:
     """`quant_experts.quant_experts`."""
-    return codes.mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere, splits=1)
+    kind = current_platform().kind
+    return codes.mixture(kind, x, w13, w2, weights, ids, elsewhere, gate, splits=1)

@@ -16,13 +16,16 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.gates import SILU, SiluGate, SituGate, refuses_gates
 from atom.model_ops.kernels.triton.products.moe_align import ExpertBlocks, moe_align
+from atom.model_ops.kernels.triton.products.moe_align import refuses as refuses_number
 from atom.model_ops.kernels.triton.products.moe_splits import (
     choose_splits,
     parts_of,
     split_blocks,
 )
 from atom.model_ops.kernels.triton.products.moe_tiles import add_rows, store_outputs, weight_rows
+from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
 
 _BLOCK_K = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
@@ -31,8 +34,6 @@ _BLOCK_K = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
 _VISITS_BYTES = 256 << 20
 _SLICE = 256
 _SUM_BLOCK = 512
-# As `gate_times_up` has it.
-SILU = 0.0, 0.0
 Inputs = TypeVar("Inputs")
 
 
@@ -60,6 +61,11 @@ class Tiles:
     def programs(self, blocks: ExpertBlocks, rows: int) -> int:
         """Programs of a product of `blocks` with so many rows of weights."""
         return blocks.limit * int(triton.cdiv(rows, self.block_n))
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why these experts are not supported; None if they are."""
+    return refuses_gates(query.shape, SituGate) or refuses_number(query)
 
 
 def choose_block_m(num_pairs: int, num_experts: int) -> int:
@@ -91,6 +97,7 @@ def moe_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    gate: SiluGate | SituGate = SILU,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
@@ -104,22 +111,7 @@ def moe_experts(
     Raises:
         ValueError: when weights' rows are not contiguous.
     """
-    return mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere)
-
-
-def situ_experts(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    elsewhere: int,
-    beta: float,
-    linear_beta: float,
-) -> torch.Tensor:
-    """`moe_experts` with the gate of `situ_and_mul`."""
-    given = x, w13, w2, weights, ids, elsewhere
-    return mixture(current_platform().kind, *given, situ=(beta, linear_beta))
+    return mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere, gate)
 
 
 def moe_experts_into(
@@ -129,10 +121,11 @@ def moe_experts_into(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int,
+    gate: SiluGate | SituGate,
     out: torch.Tensor,
 ) -> None:
     """`moe_experts`, written to `out` [T, hidden]."""
-    mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere, out=out)
+    mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere, gate, out=out)
 
 
 def mixture(
@@ -143,15 +136,12 @@ def mixture(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    gate: SiluGate | SituGate = SILU,
     splits: int | None = None,
     out: torch.Tensor | None = None,
-    situ: tuple[float, float] = SILU,
 ) -> torch.Tensor:
     """`moe_experts` with the tiles of a platform `kind`; `splits` is None to fill the device, and
     `out` for new memory.
-
-    Args:
-        situ: both betas of `situ_and_mul`.
     """
     if w13.stride(2) != 1 or w2.stride(2) != 1:
         raise ValueError(
@@ -167,7 +157,7 @@ def mixture(
         if parts is None:
             parts = choose_splits(kind, tiles.programs(blocks, w13.shape[1]), w13.shape[2])
         grouped_product(
-            x, w13, activated, blocks, tiles, top_k, gated=True, splits=parts, situ=situ
+            x, w13, activated, blocks, tiles, top_k, gated=True, splits=parts, gate=gate
         )
         return activated
 
@@ -233,7 +223,7 @@ def grouped_product(
     visits_per_row: int,
     gated: bool,
     splits: int = 1,
-    situ: tuple[float, float] = SILU,
+    gate: SiluGate | SituGate = SILU,
 ) -> None:
     """out[p] = x[p // visits_per_row] @ weight[expert of p].T for every pair p.
 
@@ -259,8 +249,8 @@ def grouped_product(
         out.stride(0),
         VISITS_PER_ROW=visits_per_row,
         GATED=gated,
-        BETA=situ[0],
-        LINEAR_BETA=situ[1],
+        BETA=gate.numbers[0],
+        LINEAR_BETA=gate.numbers[1],
         SPLIT=splits > 1,
         WEIGHTS_FIRST=tiles.weights_first,
         WHOLE_K=inputs % block_k == 0,

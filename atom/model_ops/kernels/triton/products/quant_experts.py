@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from atom.model_ops.kernels.triton.products import moe_align
+from atom.model_ops.gates import SILU, SiluGate, SituGate
+from atom.model_ops.kernels.triton.products import moe_experts
 from atom.model_ops.kernels.triton.products.moe_align import ExpertBlocks
-from atom.model_ops.kernels.triton.products.moe_experts import SILU, Tiles, mix
+from atom.model_ops.kernels.triton.products.moe_experts import Tiles, mix
 from atom.model_ops.kernels.triton.products.moe_experts import choose_tiles as tiles_of_numbers
 from atom.model_ops.kernels.triton.products.moe_splits import (
     choose_splits,
@@ -43,7 +44,7 @@ def refuses(query: OpQuery) -> str | None:
     form = query.weights
     if form is None:
         return "needs a format of weights"
-    reason = moe_align.refuses(query)
+    reason = moe_experts.refuses(query)
     hidden, inter = query.shape["hidden_size"], query.shape["intermediate_size"]
     for rows, inputs in ((2 * inter, hidden), (hidden, inter)):
         reason = reason or refuses_tiles(form, rows, inputs, query.platform)
@@ -65,28 +66,14 @@ def quant_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    gate: SiluGate | SituGate = SILU,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
     As `moe_experts`; the inputs of both products are quantised as the format says, x by the norm
     before it where that could. Not those of the expert that is not quantised itself.
     """
-    return mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere)
-
-
-def quant_situ_experts(
-    x: Rows,
-    w13: TileWeights,
-    w2: TileWeights,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    elsewhere: int,
-    beta: float,
-    linear_beta: float,
-) -> torch.Tensor:
-    """`quant_experts` with the gate of `situ_and_mul`."""
-    given = x, w13, w2, weights, ids, elsewhere
-    return mixture(current_platform().kind, *given, situ=(beta, linear_beta))
+    return mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere, gate)
 
 
 def quant_experts_into(
@@ -96,10 +83,11 @@ def quant_experts_into(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int,
+    gate: SiluGate | SituGate,
     out: torch.Tensor,
 ) -> None:
     """`quant_experts`, written to `out` [T, hidden]."""
-    mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere, out=out)
+    mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere, gate, out=out)
 
 
 def mixture(
@@ -110,15 +98,12 @@ def mixture(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    gate: SiluGate | SituGate = SILU,
     splits: int | None = None,
     out: torch.Tensor | None = None,
-    situ: tuple[float, float] = SILU,
 ) -> torch.Tensor:
     """`quant_experts` with the tiles of a platform `kind`; `splits` is None to fill the device, and
     `out` for new memory.
-
-    Args:
-        situ: both betas of `situ_and_mul`.
     """
     num_pairs, top_k = ids.numel(), ids.shape[1]
     rows = unrounded(x)
@@ -134,7 +119,7 @@ def mixture(
             parts = choose_splits(kind, tiles.programs(blocks, w13.rows), w13.inputs)
         both = _Inputs(inputs, rows)
         grouped_product(
-            both, w13, activated, blocks, tiles, top_k, gated=True, splits=parts, situ=situ
+            both, w13, activated, blocks, tiles, top_k, gated=True, splits=parts, gate=gate
         )
         return _Inputs(read_inputs(activated, w2), activated)
 
@@ -177,7 +162,7 @@ def grouped_product(
     gated: bool,
     first_row: int = 0,
     splits: int = 1,
-    situ: tuple[float, float] = SILU,
+    gate: SiluGate | SituGate = SILU,
 ) -> None:
     """`moe_experts.grouped_product` with the weights' rows from `first_row` on."""
     x, plain = both.rounded, weights.plain
@@ -219,8 +204,8 @@ def grouped_product(
         IS_EXACT=is_exact(x, weights),
         VISITS_PER_ROW=visits_per_row,
         GATED=gated,
-        BETA=situ[0],
-        LINEAR_BETA=situ[1],
+        BETA=gate.numbers[0],
+        LINEAR_BETA=gate.numbers[1],
         SPLIT=splits > 1,
         WEIGHTS_FIRST=tiles.weights_first,
         BLOCK_M=tiles.block_m,
