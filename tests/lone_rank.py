@@ -26,9 +26,6 @@ class LoneCollectives:
         self.calls.append(("all_gather", tensor.shape))
         out.view(-1, *tensor.shape).copy_(tensor)
 
-    def reduce_scatter_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        raise AssertionError("tensor parallelism scatters nothing")
-
     def all_to_all(
         self, out: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:

@@ -27,10 +27,6 @@ class Collectives(Protocol):
         """[n, ...] of every rank -> [size * n, ...]."""
         ...
 
-    def reduce_scatter_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        """[size * n, ...] -> this rank's [n, ...] of the sum."""
-        ...
-
     def all_to_all(
         self,
         out: torch.Tensor,
@@ -53,7 +49,6 @@ class TorchCollectives:
         self._handle = handle
         self._sum = _on_current_stream(dist.AllreduceOptions())
         self._gather = _on_current_stream(AllgatherOptions())
-        self._scatter = _on_current_stream(dist.ReduceScatterOptions())
         self._exchange = _on_current_stream(AllToAllOptions())
         self._copy = _on_current_stream(dist.BroadcastOptions())
         self._copy.rootRank = 0
@@ -65,9 +60,6 @@ class TorchCollectives:
 
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         _wait(self._handle._allgather_base(out, tensor, self._gather))
-
-    def reduce_scatter_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        _wait(self._handle._reduce_scatter_base(out, tensor, self._scatter))
 
     def all_to_all(
         self,

@@ -36,13 +36,11 @@ class OrderedCollectives:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         parts = tensor.new_empty(self._size * tensor.numel())
         self._collectives.all_gather_into(parts, tensor.view(-1))
-        self._sum(parts, tensor)
-
-    def reduce_scatter_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        parts = torch.empty_like(tensor)
-        rows = [len(out)] * self._size
-        self._collectives.all_to_all(parts, tensor, rows, rows)
-        self._sum(parts, out)
+        first, *others = parts.view(self._size, *tensor.shape)
+        total = first.to(torch.float32 if tensor.dtype in _HALF else tensor.dtype)
+        for part in others:
+            total = total + part
+        tensor.copy_(total)
 
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         self._collectives.all_gather_into(out, tensor)
@@ -58,11 +56,3 @@ class OrderedCollectives:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._collectives.broadcast(tensor)
-
-    def _sum(self, parts: torch.Tensor, out: torch.Tensor) -> None:
-        """Sum `size` tensors like `out`, one after the other in `parts`."""
-        first, *others = parts.view(self._size, *out.shape)
-        total = first.to(torch.float32 if out.dtype in _HALF else out.dtype)
-        for part in others:
-            total = total + part
-        out.copy_(total)

@@ -44,9 +44,6 @@ class _Collectives:
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         self._meter.launched("collectives")
 
-    def reduce_scatter_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._meter.launched("collectives")
-
     def all_to_all(
         self, out: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:
