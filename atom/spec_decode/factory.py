@@ -11,6 +11,7 @@ from atom.batch import Lookahead
 from atom.config import EngineConfig
 from atom.distributed.parallel_state import SINGLE
 from atom.graphs.recorded import StepRecorder
+from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
@@ -26,10 +27,7 @@ from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 
 logger = logging.getLogger(__name__)
 
-# (options, configuration, target model, its source, layer context) -> proposer
-ProposerBuilder = Callable[
-    [SpeculativeOptions, EngineConfig, CausalLM, ModelSource, LayerContext], Proposer
-]
+ProposerBuilder = Callable[[SpeculativeOptions, EngineConfig, DraftTarget], Proposer]
 
 
 def create_proposer(
@@ -46,8 +44,9 @@ def create_proposer(
         return NullProposer()
     if options.draft_tensor_parallel_size == 1:
         context = replace(context, group=SINGLE, experts=SINGLE)
-    build = proposer_builder(options.method)
-    return build(options, config, target, source, context)
+    aux, quantization = options.aux_layer_convention, options.quantization
+    draft_target = DraftTarget(target, source, context, config.model, aux, quantization)
+    return proposer_builder(options.method)(options, config, draft_target)
 
 
 def proposer_builder(method: str) -> ProposerBuilder:

@@ -28,6 +28,7 @@ from spec_decode.draft_bench import (
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.drafts.eagle3 import load_draft
+from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.locate import embedded_model
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.weights import WeightError
@@ -94,12 +95,12 @@ def test_convention_and_ids_are_logged(
 def test_the_user_says_what_ids_name(tmp_path: Path, llama_target: Target) -> None:
     folder = str(write_draft(tmp_path / "ids", MHA, draft_tensors(MHA)))
     context = LayerContext.create(torch.float32, 128, cpu_platform())
-    draft = load_draft(folder, *llama_target, context, ModelOptions(), "output")
+    draft = load_draft(folder, DraftTarget(*llama_target, context, ModelOptions(), "output"))
     assert draft.aux_layer_ids == (3, 5, 6)
     without = {**MHA, "eagle_config": {}}
     folder = str(write_draft(tmp_path / "none", without, draft_tensors(MHA)))
     with pytest.raises(ConfigError, match="draft_aux_layer_convention has no effect"):
-        load_draft(folder, *llama_target, context, ModelOptions(), "output")
+        load_draft(folder, DraftTarget(*llama_target, context, ModelOptions(), "output"))
 
 
 def test_unknown_keys_and_short_drafts_are_warned_about(
@@ -258,7 +259,9 @@ def test_drafts_larger_than_the_memory(tmp_path: Path, llama_target: Target) -> 
     (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     context = LayerContext.create(torch.float32, 128, cpu_platform())
     with pytest.raises(ConfigError, match=r"describes a model whose parameters take \d+\.\d GB"):
-        load_draft(str(tmp_path), *llama_target, context, ModelOptions(load_format="dummy"))
+        load_draft(
+            str(tmp_path), DraftTarget(*llama_target, context, ModelOptions(load_format="dummy"))
+        )
 
 
 def test_draft_weights_that_are_no_numbers(tmp_path: Path, llama_target: Target) -> None:
@@ -328,7 +331,7 @@ def test_dummy_weights_need_a_config_only(
     (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     context = LayerContext.create(torch.float32, 128, cpu_platform())
     options = ModelOptions(load_format="dummy")
-    draft = load_draft(str(tmp_path), *llama_target, context, options)
+    draft = load_draft(str(tmp_path), DraftTarget(*llama_target, context, options))
     drafts, states = DraftBench(draft).propose("s", 0, [1, 2, 3], torch.randn(3, HIDDEN), 3)
     assert len(drafts) == 3
     assert bool(states.isfinite().all())
@@ -345,7 +348,7 @@ def test_a_published_style_draft_of_the_embedded_model() -> None:
     source = resolve_model(ModelOptions())
     context = LayerContext.create(torch.bfloat16, 256, cpu_platform())
     target = create_model(source.hf_config, context)
-    draft = load_draft(str(folder), target, source, context, ModelOptions())
+    draft = load_draft(str(folder), DraftTarget(target, source, context, ModelOptions()))
     tensors = load_file(folder / "model.safetensors")
     layer, parameters = draft.midlayer, dict(draft.named_parameters())
     qkv = [tensors[f"midlayer.self_attn.{part}_proj.weight"] for part in "qkv"]

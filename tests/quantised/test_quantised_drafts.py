@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.drafts.eagle3 import load_draft
+from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import WeightError
 from atom.model_ops.kernels.torch import quant as torch_quant
@@ -90,7 +91,9 @@ def load(tmp_path: Path) -> Callable[..., Eagle3Draft]:
     source, target = resolve_model(ModelOptions(model=str(folder))), load_model(folder, 128)
     context = LayerContext.create(torch.float32, 128, cpu_platform())
     given = target, source, context, ModelOptions()
-    return lambda draft, asked="auto": load_draft(str(draft), *given, quantization=asked)
+    return lambda draft, asked="auto": load_draft(
+        str(draft), DraftTarget(*given, quantization=asked)
+    )
 
 
 def draft_logits(draft: Eagle3Draft) -> torch.Tensor:

@@ -18,6 +18,7 @@ from spec_decode.draft_bench import MHA, DraftBench, draft_tensors, write_draft
 from atom.config import ModelOptions
 from atom.environment import triton_is_interpreted
 from atom.model_loader.drafts.eagle3 import load_draft
+from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.source import resolve_model
 from atom.model_ops.layer_context import LayerContext
 from atom.platform import cpu_platform
@@ -117,7 +118,7 @@ def test_drafts(calls: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("torch", "triton"):
         quantise_with(name, monkeypatch)
         context = LayerContext.create(torch.float32, 128, cpu_platform())
-        loaded = load_draft(str(draft), target, source, context, ModelOptions())
+        loaded = load_draft(str(draft), DraftTarget(target, source, context, ModelOptions()))
         rows = 0, checkpoints.prompt(3), loaded.fuse(aux)
         post, _ = DraftBench(loaded).forward({"a": rows})["a"]
         found.append(post)

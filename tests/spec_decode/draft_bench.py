@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from atom.config import ModelOptions
 from atom.kv_cache.builders import bind_kv_caches
 from atom.model_loader.drafts.eagle3 import load_draft
+from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
@@ -160,7 +161,7 @@ def load(
     folder: Path, target: CausalLM, source: ModelSource, context: LayerContext | None = None
 ) -> Eagle3Draft:
     context = context or LayerContext.create(torch.float32, 128, cpu_platform())
-    return load_draft(str(folder), target, source, context, ModelOptions())
+    return load_draft(str(folder), DraftTarget(target, source, context, ModelOptions()))
 
 
 class DraftBench:

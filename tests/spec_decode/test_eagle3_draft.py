@@ -27,6 +27,7 @@ from atom.config import ModelOptions
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.eagle3 import load_draft
+from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.source import ModelSource
 from atom.model_ops.attention.metadata import ModelInput
 from atom.models.base import CausalLM
@@ -308,7 +309,9 @@ def test_draft_runs_in_the_targets_type(tmp_path: Path, llama_target: Target) ->
     tensors = {k: v.half() if v.is_floating_point() else v for k, v in draft_tensors(MHA).items()}
     context = LayerContext.create(torch.bfloat16, 128, cpu_platform())
     folder = str(write_draft(tmp_path, MHA, tensors))
-    draft = load_draft(folder, *llama_target, context, ModelOptions(), quantization="none")
+    draft = load_draft(
+        folder, DraftTarget(*llama_target, context, ModelOptions(), quantization="none")
+    )
     assert draft.fc.weight.dtype == torch.bfloat16
     assert torch.equal(draft.fc.weight, tensors["fc.weight"].bfloat16())
     assert draft.d2t is not None

@@ -15,9 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from atom.batch import Lookahead
 from atom.config import ConfigError, EngineConfig, SpeculativeOptions
 from atom.model_engine.arg_utils import add_engine_flags, engine_config, engine_options
-from atom.model_loader.source import ModelSource
-from atom.model_ops.layer_context import LayerContext
-from atom.models.base import CausalLM
+from atom.model_loader.drafts.folder import DraftTarget
 from atom.models.llama import LlamaForCausalLM
 from atom.options.speculative_methods import SPECULATIVE_METHODS, SpeculativeMethod
 from atom.spec_decode.factory import proposer_builder
@@ -47,17 +45,11 @@ class ToyProposer(NullProposer):
         return Proposal(torch.tensor(drafts))
 
 
-def create_toy(
-    options: SpeculativeOptions,
-    config: EngineConfig,
-    target: CausalLM,
-    source: ModelSource,
-    context: LayerContext,
-) -> Proposer:
+def create_toy(options: SpeculativeOptions, config: EngineConfig, target: DraftTarget) -> Proposer:
     assert config.speculative is options
-    assert isinstance(target, LlamaForCausalLM)
-    assert source.name
-    assert context.max_model_len > 0
+    assert isinstance(target.model, LlamaForCausalLM)
+    assert target.source.name
+    assert target.context.max_model_len > 0
     return ToyProposer(Lookahead(options.num_speculative_tokens))
 
 

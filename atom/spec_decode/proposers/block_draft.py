@@ -10,9 +10,6 @@ from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.block import load_block_draft
 from atom.model_loader.drafts.folder import DraftTarget
-from atom.model_loader.source import ModelSource
-from atom.model_ops.layer_context import LayerContext
-from atom.models.base import CausalLM
 from atom.models.block_draft.draft import BlockDraft
 from atom.options.speculative import SpeculativeOptions
 from atom.spec_decode.proposers.base import Proposer, VerifiedStep
@@ -63,11 +60,7 @@ class BlockDraftModel:
 
 
 def create_block(
-    options: SpeculativeOptions,
-    config: EngineConfig,
-    target: CausalLM,
-    source: ModelSource,
-    context: LayerContext,
+    options: SpeculativeOptions, config: EngineConfig, target: DraftTarget
 ) -> Proposer:
     """A proposer with a block drafter, of the kind that the method names.
 
@@ -75,15 +68,7 @@ def create_block(
         ConfigError: for more drafts than a block has.
     """
     assert options.model is not None
-    draft_target = DraftTarget(
-        target,
-        source,
-        context,
-        config.model,
-        options.aux_layer_convention,
-        options.quantization,
-    )
-    draft = load_block_draft(options.model, draft_target, options.method)
+    draft = load_block_draft(options.model, target, options.method)
     if options.num_speculative_tokens > draft.config.max_drafts:
         raise ConfigError(
             f"num_speculative_tokens={options.num_speculative_tokens} is more than the "
@@ -91,7 +76,7 @@ def create_block(
             f"{draft.config.block_size}"
         )
     block_size = config.cache.block_size
-    storage = storage_dtype(config.cache, context)
+    context, storage = target.context, storage_dtype(config.cache, target.context)
     layers = attention_layers(draft)
     return BlockProposer(
         BlockDraftModel(draft),

@@ -11,9 +11,7 @@ from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.draft_model import load_draft_model
 from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.drafts.tokenizer import TokenMaps
-from atom.model_loader.source import ModelSource
 from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows, ModelInput, ModelOutput
-from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.options.speculative import SpeculativeOptions
 from atom.spec_decode.proposers.base import Proposer
@@ -80,23 +78,12 @@ class DraftModelChain:
 
 
 def create_draft_model(
-    options: SpeculativeOptions,
-    config: EngineConfig,
-    target: CausalLM,
-    source: ModelSource,
-    context: LayerContext,
+    options: SpeculativeOptions, config: EngineConfig, target: DraftTarget
 ) -> Proposer:
     """A chain of the draft model's tokens."""
     assert options.model is not None
-    draft_target = DraftTarget(
-        target,
-        source,
-        context,
-        config.model,
-        options.aux_layer_convention,
-        options.quantization,
-    )
-    model, maps = load_draft_model(options.model, draft_target)
+    context = target.context
+    model, maps = load_draft_model(options.model, target)
     chain = DraftModelChain(model, maps)
     block_size, storage = config.cache.block_size, storage_dtype(config.cache, context)
     return ChainProposer(

@@ -7,10 +7,8 @@ import torch
 from atom.config import ConfigError, EngineConfig
 from atom.kv_cache.base import storage_dtype
 from atom.model_loader.drafts.eagle3 import load_draft
-from atom.model_loader.source import ModelSource
+from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows, ModelOutput
-from atom.model_ops.layer_context import LayerContext
-from atom.models.base import CausalLM
 from atom.models.eagle3.base import Eagle3Draft
 from atom.options.speculative import SpeculativeOptions
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
@@ -61,11 +59,7 @@ class Eagle3Chain:
 
 
 def create_eagle3(
-    options: SpeculativeOptions,
-    config: EngineConfig,
-    target: CausalLM,
-    source: ModelSource,
-    context: LayerContext,
+    options: SpeculativeOptions, config: EngineConfig, target: DraftTarget
 ) -> Proposer:
     """A chain; one pass for a P-EAGLE draft, which has a token for masks.
 
@@ -73,17 +67,10 @@ def create_eagle3(
         ConfigError: when the draft cannot read the embeddings of images, and is told to.
     """
     assert options.model is not None
-    draft = load_draft(
-        options.model,
-        target,
-        source,
-        context,
-        config.model,
-        options.aux_layer_convention,
-        options.quantization,
-    )
+    context = target.context
+    draft = load_draft(options.model, target)
     if options.image_embeddings:
-        _check_images(draft, target, source)
+        _check_images(draft, target)
     storage = storage_dtype(config.cache, context)
     builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
     size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
@@ -100,13 +87,15 @@ def create_eagle3(
     )
 
 
-def _check_images(draft: Eagle3Draft, target: CausalLM, source: ModelSource) -> None:
+def _check_images(draft: Eagle3Draft, target: DraftTarget) -> None:
     """Raises ConfigError when there are no embeddings of images, or the draft has no place for
     them.
     """
-    if target.image_encoder is None:
-        raise ConfigError(f"draft_image_embeddings has no effect: {source.name} reads no images")
-    size, own = source.hf_config.get_text_config().hidden_size, draft.config.hidden_size
+    if target.model.image_encoder is None:
+        raise ConfigError(
+            f"draft_image_embeddings has no effect: {target.source.name} reads no images"
+        )
+    size, own = target.config.hidden_size, draft.config.hidden_size
     if own != size:
         raise ConfigError(
             f"draft_image_embeddings: the draft is {own} wide, and embeddings of images are "

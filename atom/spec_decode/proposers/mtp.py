@@ -8,11 +8,9 @@ from atom.config import EngineConfig
 from atom.kv_cache.base import storage_dtype
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
+from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.drafts.mtp import load_mtp
-from atom.model_loader.source import ModelSource
 from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows, ModelOutput
-from atom.model_ops.layer_context import LayerContext
-from atom.models.base import CausalLM
 from atom.models.layers.mtp import PredictionLayers
 from atom.options.speculative import SpeculativeOptions
 from atom.spec_decode.proposers.base import Proposer
@@ -57,15 +55,10 @@ class MTPChain:
         return states, states
 
 
-def create_mtp(
-    options: SpeculativeOptions,
-    config: EngineConfig,
-    target: CausalLM,
-    source: ModelSource,
-    context: LayerContext,
-) -> Proposer:
+def create_mtp(options: SpeculativeOptions, config: EngineConfig, target: DraftTarget) -> Proposer:
     """A chain of the target's own prediction layers."""
-    mtp = load_mtp(target, source, context, config.model)
+    context = target.context
+    mtp = load_mtp(target.model, target.source, context, target.options)
     block_size, storage = config.cache.block_size, storage_dtype(config.cache, context)
     layers = attention_layers(mtp)
     return ChainProposer(
@@ -75,5 +68,5 @@ def create_mtp(
         block_size,
         context.max_model_len,
         context.ops.resolve("advance_drafts", context.dtype),
-        create_choice(context, source.hf_config.get_text_config().vocab_size),
+        create_choice(context, target.config.vocab_size),
     )
