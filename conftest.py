@@ -35,6 +35,7 @@ _claim_processors()
 import torch  # noqa: E402
 
 if TYPE_CHECKING:
+    from spec_decode.engines import Folders
     from transformers import PreTrainedTokenizerFast
 
 if not torch.cuda.is_available():
@@ -189,6 +190,16 @@ def create_byte_level_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     return create_byte_level_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Folders:
+    """Targets and drafts of a module."""
+    from spec_decode.engines import Folders
+
+    return Folders(tmp_path_factory.mktemp("folders"), byte_level_tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spec_decode import engines
-from spec_decode.engines import PROMPTS, create_engine, params
+from spec_decode.engines import PROMPTS, Folders, create_engine, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams, StructuredOutput
@@ -84,17 +83,6 @@ def _listen(engine: LLM, tape: Tape) -> None:
     executor.launch = listened  # type: ignore[method-assign]
 
 
-def _options(method: str, folder: Path, vocab_size: int) -> dict[str, Any]:
-    if method == "none":
-        return {}
-    options = {"num_speculative_tokens": NUM_DRAFTS, "speculative_adaptive": False}
-    if method in ("mtp", "suffix"):
-        return {**options, "method": method}
-    if not folder.exists():
-        engines.write_draft(method, folder, vocab_size)
-    return {**options, "method": engines.method_of(method), "draft_model": str(folder)}
-
-
 def _create(patch: pytest.MonkeyPatch, target: Path, run: str, **options: Any) -> LLM:
     with patch.context() as context:
         if run == "graphs":
@@ -115,12 +103,13 @@ def record(
         folder: for checkpoints.
         methods: by target; all when left out.
     """
-    patch = pytest.MonkeyPatch()
+    patch, folders = pytest.MonkeyPatch(), Folders(folder, tokenizer)
     for kind, drafts in (methods or METHODS).items():
-        target = engines.write_target(kind, folder / kind, tokenizer)
         for method, overlap, run in itertools.product(drafts, (False, True), RUNS):
-            options = _options(method, folder / f"{kind} {method}", len(tokenizer))
-            engine = _create(patch, target, run, overlap=overlap, **options)
+            options: dict[str, Any] = {"overlap": overlap}
+            if method != "none":
+                options |= folders.speculation(method, NUM_DRAFTS) | {"speculative_adaptive": False}
+            engine = _create(patch, folders(kind), run, **options)
             tape: Tape = []
             _listen(engine, tape)
             for sampling, batch in itertools.product(samplings, batches):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from spec_decode import engines
-from transformers import PreTrainedTokenizerFast
+from spec_decode.engines import Folders
 
 from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch.draft_choice import choose_drafts
@@ -40,35 +39,17 @@ def test_the_bound_is_of_the_rows_that_were_reached(benchmark_module: Import) ->
     assert bound.tokens_per_forward([0.5, 0.5]) == 1.75
 
 
-@pytest.fixture(scope="module")
-def folder(
-    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
-) -> Callable[[str], Path]:
-    """Checkpoints by kind, each written once."""
-    root = tmp_path_factory.mktemp("bound")
-
-    def write(kind: str) -> Path:
-        if kind in ("llama", "deepseek_v3"):
-            return engines.write_target(kind, root / kind, byte_level_tokenizer)
-        return engines.write_draft(kind, root / kind, len(byte_level_tokenizer))
-
-    return cache(write)
-
-
-def speculation(kind: str, folder: Callable[[str], Path]) -> dict[str, Any]:
-    common = {**ENGINE, "num_speculative_tokens": 3}
-    if kind == "mtp":
-        return {**common, "model": str(folder("deepseek_v3")), "method": kind}
-    draft = {"method": engines.method_of(kind), "draft_model": str(folder(kind))}
-    return {**common, "model": str(folder("llama")), **draft}
+def speculation(kind: str, folders: Folders) -> dict[str, Any]:
+    target = folders("deepseek_v3" if kind == "mtp" else "llama")
+    return {**ENGINE, "model": str(target), **folders.speculation(kind)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_logged_is_what_the_engine_counts(
-    kind: str, folder: Callable[[str], Path], benchmark_module: Import
+    kind: str, folders: Folders, benchmark_module: Import
 ) -> None:
     arms, bound = benchmark_module("_arms"), benchmark_module("_acceptance_bound")
-    options = {**speculation(kind, folder), "enforce_eager": True}
+    options = {**speculation(kind, folders), "enforce_eager": True}
     arm = arms.OfflineArm(kind, options)
     drafts = []
     with bound.rows_logged() as log:
@@ -88,12 +69,10 @@ def test_what_is_logged_is_what_the_engine_counts(
 
 
 @pytest.mark.parametrize("kind", ["peagle", "dspark"])
-def test_a_run(
-    kind: str, folder: Callable[[str], Path], benchmark_module: Import, tmp_path: Path
-) -> None:
+def test_a_run(kind: str, folders: Folders, benchmark_module: Import, tmp_path: Path) -> None:
     flags = [
         text
-        for name, value in speculation(kind, folder).items()
+        for name, value in speculation(kind, folders).items()
         for text in (f"--{name.replace('_', '-')}", str(value))
     ]
     questions = tmp_path / "questions.jsonl"

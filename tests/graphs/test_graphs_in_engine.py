@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from spec_decode import engines
-from spec_decode.engines import PROMPTS, create_engine, generate, params
-from transformers import PreTrainedTokenizerFast
+from spec_decode.engines import PROMPTS, Folders, create_engine, generate, params
 
 from atom import LLM
 from atom.batch import LaunchedStep, ScheduledBatch
@@ -54,23 +53,14 @@ def graphed_engine(patch: pytest.MonkeyPatch, folder: Path, **options: Any) -> t
     return engine, backend.replays
 
 
-def speculation(method: str, k: int, folder: Path, vocab_size: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_speculative_tokens": k}
-    if method in ("mtp", "suffix"):
-        return {**options, "method": method}
-    draft = engines.write_draft(method, folder / f"draft {method}", vocab_size)
-    return {**options, "method": engines.method_of(method), "draft_model": str(draft)}
-
-
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "glm_moe_dsa"])
 def test_tokens_of_graphs(
     kind: str,
-    tmp_path: Path,
-    byte_level_tokenizer: PreTrainedTokenizerFast,
+    folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every method through graphs gives the tokens of eager steps without speculation."""
-    target = engines.write_target(kind, tmp_path / "target", byte_level_tokenizer)
+    target = folders(kind)
     eager = create_engine(target)
     expected = {name: generate(eager, params(name)) for name in SETTINGS}
     engine, replays = graphed_engine(monkeypatch, target)
@@ -85,7 +75,7 @@ def test_tokens_of_graphs(
             continue
         if kind == "glm_moe_dsa" and method not in ("mtp", "suffix"):
             continue
-        options = speculation(method, 3, tmp_path, len(byte_level_tokenizer))
+        options = folders.speculation(method, 3)
         engine, replays = graphed_engine(monkeypatch, target, **options)
         assert {name: generate(engine, params(name)) for name in SETTINGS} == expected, method
         # A lookup proposes different numbers of drafts, and nothing of it is captured.
@@ -108,12 +98,11 @@ def test_a_captured_chain_proposes_the_same_drafts(
     kind: str,
     method: str,
     overlap: bool,
-    tmp_path: Path,
-    byte_level_tokenizer: PreTrainedTokenizerFast,
+    folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = engines.write_target(kind, tmp_path / "target", byte_level_tokenizer)
-    options = speculation(method, 5, tmp_path, len(byte_level_tokenizer))
+    target = folders(kind)
+    options = folders.speculation(method, 5)
     options |= {"max_num_seqs": 5, "overlap": overlap}
     with engines.drafts_recorded(monkeypatch) as recorders:
         eager = create_engine(target, **options)
@@ -134,16 +123,15 @@ def test_a_captured_chain_proposes_the_same_drafts(
 def test_contexts_as_long_as_any_have_graphs(
     method: str,
     overlap: bool | None,
-    tmp_path: Path,
-    byte_level_tokenizer: PreTrainedTokenizerFast,
+    folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Padding behind their last rows reaches beyond `max_model_len`, which fills its blocks."""
-    target = engines.write_target("llama", tmp_path / "target", byte_level_tokenizer)
+    target = folders("llama")
     prompts, sampling = [PROMPTS[n] for n in (2, 4, 12)], params("warm", max_tokens=None)
     expected = generate(create_engine(target, max_model_len=40), sampling, prompts)
     assert [len(p) + len(t) for p, t in zip(prompts, expected, strict=True)] == [40] * 3
-    options = speculation(method, 3, tmp_path, len(byte_level_tokenizer))
+    options = folders.speculation(method, 3)
     engine, replays = graphed_engine(
         monkeypatch, target, max_model_len=40, overlap=overlap, **options
     )
@@ -156,14 +144,13 @@ def test_contexts_as_long_as_any_have_graphs(
 @pytest.mark.parametrize("k", [0, 3])
 def test_steps_are_counted_by_what_they_compute(
     k: int,
-    tmp_path: Path,
-    byte_level_tokenizer: PreTrainedTokenizerFast,
+    folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts in parts, beside sequences that decode. A prompt of one token fits their graphs."""
     prompts = [*PROMPTS, [5]]
-    target = engines.write_target("llama", tmp_path / "target", byte_level_tokenizer)
-    options = speculation("mha", k, tmp_path, len(byte_level_tokenizer)) if k else {}
+    target = folders("llama")
+    options = folders.speculation("mha", k) if k else {}
     limits = {"max_num_batched_tokens": 20, "max_num_seqs": 4, "enable_prefix_caching": False}
     engine, replays = graphed_engine(monkeypatch, target, **limits, **options)
     executor = engine.engine.core.executor
@@ -194,13 +181,12 @@ def test_steps_are_counted_by_what_they_compute(
 
 
 def test_padding_leaves_the_pool_alone(
-    tmp_path: Path,
-    byte_level_tokenizer: PreTrainedTokenizerFast,
+    folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three sequences in buckets of four: the caches of both engines hold the same."""
-    target = engines.write_target("llama", tmp_path / "target", byte_level_tokenizer)
-    options = speculation("mha", 3, tmp_path, len(byte_level_tokenizer))
+    target = folders("llama")
+    options = folders.speculation("mha", 3)
     eager = create_engine(target, **options)
     graphed, _ = graphed_engine(monkeypatch, target, cudagraph_capture_sizes="4", **options)
     for engine in (eager, graphed):

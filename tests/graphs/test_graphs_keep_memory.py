@@ -157,21 +157,12 @@ class Bench:
     """Checkpoints, and engines whose ops are those of plain torch."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._folder, self._vocab_size = folder, len(tokenizer)
-        kinds = ("llama", "deepseek_v3")
-        self.targets = {k: engines.write_target(k, folder / k, tokenizer) for k in kinds}
+        self._folders = engines.Folders(folder, tokenizer)
 
     def engine(self, target: str, draft: str | None, **options: Any) -> LLM:
         if draft is not None:
-            options |= {"method": engines.method_of(draft), "num_speculative_tokens": 3}
-        if draft == "mtp":
-            options["method"] = "mtp"
-        elif draft is not None:
-            folder = self._folder / draft
-            if not folder.exists():
-                engines.write_draft(draft, folder, self._vocab_size)
-            options["draft_model"] = str(folder)
-        return create_engine(self.targets[target], max_num_seqs=8, **options)
+            options |= self._folders.speculation(draft)
+        return create_engine(self._folders(target), max_num_seqs=8, **options)
 
     def graphed(
         self, patch: pytest.MonkeyPatch, backend: type[CaptureBackend], *what: Any, **options: Any

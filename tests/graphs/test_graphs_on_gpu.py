@@ -11,7 +11,7 @@ from graphs.graph_bench import AUX, QUERY_LENS, SIZES, Pair, owned_blocks
 from models import checkpoints
 from models.checkpoints import prompt
 from spec_decode import engines
-from spec_decode.engines import PROMPTS, create_engine, generate, params
+from spec_decode.engines import PROMPTS, Folders, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
@@ -108,18 +108,10 @@ def graph_runner(engine: LLM) -> GraphRunner | None:
     ],
 )
 def test_speculation_is_lossless_through_graphs(
-    kind: str,
-    method: str,
-    tmp_path: Path,
-    byte_level_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, method: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without speculation eagerly and in graphs, with it eagerly and in graphs: one text."""
-    target = engines.write_target(kind, tmp_path / "target", byte_level_tokenizer)
-    speculation: dict[str, Any] = {"num_speculative_tokens": 3, "method": method}
-    if method not in ("mtp", "suffix"):
-        draft = engines.write_draft(method, tmp_path / "draft", len(byte_level_tokenizer))
-        speculation |= {"method": engines.method_of(method), "draft_model": str(draft)}
+    target, speculation = folders(kind), folders.speculation(method)
     with engines.drafts_recorded(monkeypatch) as recorders:
         texts = {
             (options.get("method"), eager): generate(
@@ -145,18 +137,14 @@ WISHES = [
 
 
 @pytest.mark.parametrize("method", ["none", "mha", "suffix", "lookup"])
-def test_overlapped_steps_say_what_others_say(
-    method: str, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_overlapped_steps_say_what_others_say(method: str, folders: Folders) -> None:
     """Requests that wait for the host beside those that do not, and that end at different times."""
-    target = engines.write_target("llama", tmp_path / "target", byte_level_tokenizer)
+    target = folders("llama")
     options: dict[str, Any] = {}
-    if method == "suffix":
-        options = {"method": "suffix", "num_speculative_tokens": 3}
+    if method == "lookup":
+        options = {**folders.speculation("mha"), "speculative_lookup": True}
     elif method != "none":
-        draft = engines.write_draft("mha", tmp_path / "draft", len(byte_level_tokenizer))
-        options = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": 3}
-        options["speculative_lookup"] = method == "lookup"
+        options = folders.speculation(method)
     texts = {}
     for overlap in (False, None):
         engine = create_engine(target, device="cuda", overlap=overlap, **options)
@@ -170,13 +158,9 @@ def test_overlapped_steps_say_what_others_say(
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
-def test_an_invariant_engine(
-    kind: str, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_an_invariant_engine(kind: str, folders: Folders) -> None:
     """In bfloat16 too: alone, in any batch, in other chunks, with drafts, without graphs."""
-    target = engines.write_target(kind, tmp_path / "target", byte_level_tokenizer)
-    draft = engines.write_draft("mha", tmp_path / "draft", len(byte_level_tokenizer))
-    speculation = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": 3}
+    target, speculation = folders(kind), folders.speculation("mha")
     settings: list[dict[str, Any]] = [
         {},
         {"enforce_eager": True},

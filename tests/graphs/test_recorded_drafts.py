@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +9,7 @@ import torch
 from model_ops.batches import Part
 from spec_decode import engines
 from spec_decode.block_bench import step_of
-from spec_decode.engines import PROMPTS, create_engine, generate, params
+from spec_decode.engines import PROMPTS, Folders, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
@@ -66,19 +63,10 @@ class Rarely(Turns):
 
 
 @pytest.fixture(scope="module")
-def folder(
+def folders(
     tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
-) -> Callable[[str], Path]:
-    """Checkpoints by kind, each written once."""
-    root = tmp_path_factory.mktemp("recorded-drafts")
-
-    def write(kind: str) -> Path:
-        fields = FIELDS.get(kind, {})
-        if kind in ("llama", "deepseek_v3"):
-            return engines.write_target(kind, root / kind, byte_level_tokenizer, **fields)
-        return engines.write_draft(kind, root / kind, len(byte_level_tokenizer), **fields)
-
-    return cache(write)
+) -> Folders:
+    return Folders(tmp_path_factory.mktemp("recorded-drafts"), byte_level_tokenizer, FIELDS)
 
 
 def recorder_of(engine: LLM) -> StepRecorder | None:
@@ -93,19 +81,17 @@ def test_drafts_are_those_of_steps_run_op_by_op(
     target: str,
     draft: str,
     adaptive: bool,
-    folder: Callable[[str], Path],
+    folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In turns, the first ones of all are made in a recorded step."""
-    options: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": K}
-    if draft != "mtp":
-        options |= {"method": engines.method_of(draft), "draft_model": str(folder(draft))}
+    options = folders.speculation(draft, K)
     monkeypatch.setattr(factory, "AdaptiveDrafts", Turns)
     sampling = params("top-p" if adaptive else "greedy", max_tokens=16)
 
     def tokens(**more: Any) -> list[list[int]]:
         everything = {**options, "speculative_adaptive": adaptive, **more}
-        with create_engine(folder(target), **everything) as engine:
+        with create_engine(folders(target), **everything) as engine:
             texts = generate(engine, sampling, PROMPTS[:5])
             recorder = recorder_of(engine)
             assert (recorder is None) == ("enforce_eager" in more)
@@ -123,18 +109,16 @@ def test_drafts_are_those_of_steps_run_op_by_op(
 
 @pytest.mark.parametrize(("target", "draft"), CASES)
 def test_drafts_after_rests_are_those_of_a_draft_that_always_ran(
-    target: str, draft: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    target: str, draft: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps at rest write the draft's cache, in the recording of the whole step."""
-    options: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": K}
-    if draft != "mtp":
-        options |= {"method": engines.method_of(draft), "draft_model": str(folder(draft))}
+    options = folders.speculation(draft, K)
     monkeypatch.setattr(factory, "AdaptiveDrafts", Rarely)
     sampling = params("greedy", max_tokens=40)
     with engines.drafts_recorded(monkeypatch) as drafts:
-        with create_engine(folder(target), **options) as always:
+        with create_engine(folders(target), **options) as always:
             expected = generate(always, sampling, PROMPTS[:3])
-        with create_engine(folder(target), **options, speculative_adaptive=True) as rarely:
+        with create_engine(folders(target), **options, speculative_adaptive=True) as rarely:
             assert generate(rarely, sampling, PROMPTS[:3]) == expected
             recorder = recorder_of(rarely)
             assert recorder is not None

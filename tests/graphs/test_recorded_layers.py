@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from graphs.test_recorded_drafts import CASES, K, Rarely, Turns, folder, recorder_of
+from graphs.test_recorded_drafts import CASES, K, Rarely, Turns, folders, recorder_of
 from graphs.test_recording_engines import draft, replays, target
 from spec_decode import engines
-from spec_decode.engines import PROMPTS, create_engine, params
+from spec_decode.engines import PROMPTS, Folders, create_engine, params
 
 from atom import LLM, SamplingParams, StructuredOutput
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
 
-__all__ = ["draft", "folder", "replays", "target"]
+__all__ = ["draft", "folders", "replays", "target"]
 pytestmark = pytest.mark.skipif(
     native_build().reason is not None, reason=str(native_build().reason)
 )
@@ -122,19 +122,17 @@ def test_drafts_are_those_of_steps_run_op_by_op(
     target_kind: str,
     draft_kind: str,
     adaptive: bool,
-    folder: Callable[[str], Path],
+    folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where a grammar, penalties and logprobs are among the sequences."""
-    own: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": K}
-    if draft_kind != "mtp":
-        own |= {"method": engines.method_of(draft_kind), "draft_model": str(folder(draft_kind))}
+    speculation = folders.speculation(draft_kind, K)
     monkeypatch.setattr(factory, "AdaptiveDrafts", Turns)
     mixed = [*PLAIN[1:], KINDS["json"][1], KINDS["penalties"][0], KINDS["logprobs"][1]]
 
     def tokens(**more: Any) -> list[Any]:
-        everything = {**own, "speculative_adaptive": adaptive, **more}
-        with create_engine(folder(target_kind), **everything) as engine:
+        everything = {**speculation, "speculative_adaptive": adaptive, **more}
+        with create_engine(folders(target_kind), **everything) as engine:
             made = outputs(engine, mixed)
             if (recorder := recorder_of(engine)) is not None:
                 assert not recorder._refused

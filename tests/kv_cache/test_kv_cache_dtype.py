@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from models.checkpoints import prompt
 from spec_decode import engines
-from spec_decode.engines import create_engine, generate, params
+from spec_decode.engines import Folders, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
@@ -71,31 +70,6 @@ def cells(*pairs: tuple[str, str]) -> list[Any]:
     ]
 
 
-@pytest.fixture(scope="module")
-def folders(
-    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
-) -> Callable[[str], Path]:
-    """Checkpoints by kind, each written once."""
-    root = tmp_path_factory.mktemp("kv-cache-dtype")
-
-    def folder(kind: str) -> Path:
-        path = root / kind
-        if path.exists():
-            return path
-        if kind in ("mha", "mla"):
-            return engines.write_draft(kind, path, len(byte_level_tokenizer))
-        return engines.write_target(kind, path, byte_level_tokenizer)
-
-    return folder
-
-
-def speculation(method: str, folders: Callable[[str], Path]) -> dict[str, Any]:
-    if method == "mtp":
-        return {"method": "mtp", "num_speculative_tokens": 3}
-    draft = str(folders(method))
-    return {"method": "eagle3", "draft_model": draft, "num_speculative_tokens": 3}
-
-
 def executor_of(engine: LLM) -> worker.Worker:
     found = engine.engine.core.executor
     assert isinstance(found, worker.Worker)
@@ -122,11 +96,11 @@ def has_scales(cache: KVCacheTensor | LatentCacheTensor) -> bool:
 
 @pytest.mark.parametrize(("flavour", "target", "method"), cells(*PAIRS), indirect=["flavour"])
 def test_speculation_changes_no_token(
-    target: str, method: str, flavour: torch.dtype, folders: Callable[[str], Path]
+    target: str, method: str, flavour: torch.dtype, folders: Folders
 ) -> None:
     """Target and draft both store 8 bits, greedily and at a temperature with seeds."""
     plain = create_engine(folders(target), kv_cache_dtype="fp8")
-    fast = create_engine(folders(target), kv_cache_dtype="fp8", **speculation(method, folders))
+    fast = create_engine(folders(target), kv_cache_dtype="fp8", **folders.speculation(method))
     assert len(caches(fast)) > len(caches(plain))
     assert {storage_of(cache) for cache in caches(fast)} == {flavour}
     assert all(has_scales(cache) for cache in caches(fast))
@@ -143,7 +117,7 @@ def test_speculation_changes_no_token(
 
 
 def test_native_kernels_read_latents_of_8_bits(
-    tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast, folders: Callable[[str], Path]
+    tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast, folders: Folders
 ) -> None:
     """A latent of a size that they take; in bfloat16, where their bits decide."""
     if reason := native_build().reason:
@@ -154,7 +128,7 @@ def test_native_kernels_read_latents_of_8_bits(
     for layer in attention_layers(executor_of(plain).parts.model).values():
         assert isinstance(layer, MLAAttention)
         assert layer._decode is layer._prefill is mla_attention
-    fast = create_engine(target, **options, **speculation("mtp", folders))
+    fast = create_engine(target, **options, **folders.speculation("mtp"))
     for setting in ("greedy", "warm"):
         assert generate(fast, params(setting)) == generate(plain, params(setting)), setting
 
@@ -164,10 +138,10 @@ def test_native_kernels_read_latents_of_8_bits(
 def test_prefix_hits_and_preemption_change_no_token(
     target: str,
     method: str,
-    folders: Callable[[str], Path],
+    folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = {"kv_cache_dtype": "fp8", **speculation(method, folders)}
+    options = {"kv_cache_dtype": "fp8", **folders.speculation(method)}
     sampling = params("warm", max_tokens=12)
     whole = create_engine(folders(target), enable_prefix_caching=False, **options)
     expected = generate(whole, sampling, PROMPTS)
@@ -183,9 +157,7 @@ def test_prefix_hits_and_preemption_change_no_token(
 
 
 @pytest.mark.parametrize("target", ["llama", "deepseek_v3"])
-def test_storage_and_size(
-    target: str, folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_storage_and_size(target: str, folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
     """As many bytes hold more tokens; logs, limits and the table of ops say what is stored."""
     blocks = {}
     for name, dtype in (
@@ -216,7 +188,7 @@ def test_storage_and_size(
     assert 2 * blocks["bf16"] <= blocks["fp8"] <= 2 * blocks["bf16"] + 1
 
 
-def test_the_model_computes_in_its_own_type(folders: Callable[[str], Path]) -> None:
+def test_the_model_computes_in_its_own_type(folders: Folders) -> None:
     """A bfloat16 cache of a float32 model stays close to a float32 one, and is not equal."""
     outputs = []
     for name in ("auto", "bf16"):
@@ -243,7 +215,7 @@ def test_flags_and_arguments() -> None:
 
 
 def test_an_override_that_cannot_be_honoured_fails(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATOM_OP_KV_CACHE_WRITE", "native")
     with pytest.raises(RuntimeError, match="kv_cache_write"):

@@ -49,8 +49,7 @@ class Checkpoints:
     """Engines without overlap (`plain`) and with it (`ahead`)."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.target = cache(lambda kind: engines.write_target(kind, folder / kind, tokenizer))
-        self._draft = cache(lambda kind: engines.write_draft(kind, folder / kind, len(tokenizer)))
+        self.target = engines.Folders(folder, tokenizer)
         self.plain: Callable[[str], LLM] = cache(self.engine)
         self.ahead: Callable[[str], LLM] = cache(
             lambda method: self.engine(method, overlap=True, max_num_batched_tokens=48)
@@ -59,7 +58,7 @@ class Checkpoints:
     def engine(self, method: str, **options: Any) -> LLM:
         if METHODS[method].get("method") in ("eagle3", "dflash"):
             draft = method if method in ("peagle", "dflash") else "mha"
-            options["draft_model"] = str(self._draft(draft))
+            options["draft_model"] = str(self.target(draft))
         target = self.target("deepseek_v3" if method == "mtp" else "llama")
         return create_engine(target, **METHODS[method], **options)
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_decode import engines
-from spec_decode.engines import create_engine, generate, params
-from transformers import PreTrainedTokenizerFast
+from spec_decode.engines import Folders, create_engine, generate, params
 
 from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
@@ -135,24 +131,6 @@ def test_many_prompts_share_the_budget(
     assert [(len(s.token_ids), s.context_len) for s in sharing.sequences] == prompts
 
 
-@pytest.fixture(scope="module")
-def folders(
-    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
-) -> Callable[[str], Path]:
-    """Checkpoints by kind, each written once."""
-    root = tmp_path_factory.mktemp("largest-steps")
-
-    def folder(kind: str) -> Path:
-        path = root / kind
-        if path.exists():
-            return path
-        if kind in ("mha", "peagle", "dflash"):
-            return engines.write_draft(kind, path, len(byte_level_tokenizer))
-        return engines.write_target(kind, path, byte_level_tokenizer)
-
-    return folder
-
-
 def measured_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest steps run before the pool is sized, which on a CPU nobody needs."""
 
@@ -195,43 +173,26 @@ def record(
     return sizes, steps
 
 
-SPECULATION: dict[str, dict[str, Any]] = {
-    "none": {},
-    "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
-    "peagle": {"method": "eagle3", "num_speculative_tokens": 3},
-    "dflash": {"method": "dflash", "num_speculative_tokens": 7},
-    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
-    "suffix": {"method": "suffix", "num_speculative_tokens": 3},
-}
-
-
 @pytest.mark.parametrize(
-    ("target", "method"),
+    ("target", "draft", "drafts"),
     [
-        ("llama", "none"),
-        ("llama", "eagle3"),
-        ("llama", "peagle"),
-        ("llama", "dflash"),
-        ("deepseek_v3", "mtp"),
-        ("llama", "suffix"),
+        ("llama", "none", 0),
+        ("llama", "mha", 3),
+        ("llama", "peagle", 3),
+        ("llama", "dflash", 7),
+        ("deepseek_v3", "mtp", 2),
+        ("llama", "suffix", 3),
     ],
 )
 def test_the_runner_runs_them(
-    target: str,
-    method: str,
-    folders: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
+    target: str, draft: str, drafts: int, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speculation = dict(SPECULATION[method])
-    if method in ("eagle3", "peagle", "dflash"):
-        speculation["draft_model"] = str(folders("mha" if method == "eagle3" else method))
-    drafts = speculation.get("num_speculative_tokens", 0)
     options = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 40,
         "max_model_len": 64,
         "max_logprobs": 7,
-        **speculation,
+        **(folders.speculation(draft, drafts) if drafts else {}),
     }
     expected = generate(create_engine(folders(target), **options), params("warm", max_tokens=8))
     sizes, steps = record(monkeypatch)
@@ -244,15 +205,13 @@ def test_the_runner_runs_them(
             assert 1 <= len(result.token_ids) <= 1 + sequence.num_drafts
             assert result.logprobs is not None
             assert all(len(entry.token_ids) == 1 + 7 for entry in result.logprobs)
-            if method in ("eagle3", "peagle", "dflash", "mtp"):
+            if draft not in ("none", "suffix"):
                 assert len(result.draft_token_ids) == drafts
     # Nothing is left of them: the engine works as ever.
     assert generate(engine, params("warm", max_tokens=8)) == expected
 
 
-def test_sampling_spends_all_that_it_can(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_spends_all_that_it_can(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option of every row is there, but a grammar's mask."""
     plans = record_plans(monkeypatch)
     measured_as_on_a_gpu(monkeypatch)
@@ -273,7 +232,7 @@ def test_sampling_spends_all_that_it_can(
 
 
 def test_too_little_memory_names_the_options(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(ModelRunner):
         def launch(self, batch: ScheduledBatch) -> LaunchedStep:
@@ -286,7 +245,7 @@ def test_too_little_memory_names_the_options(
 
 
 def test_the_largest_pool_has_whole_blocks_for_each_sequence(
-    folders: Callable[[str], Path],
+    folders: Folders,
 ) -> None:
     """Contexts of 10 tokens take three blocks of 4, though two of them have but 20 tokens."""
     engine = create_engine(folders("llama"), max_num_seqs=2, max_model_len=10, block_size=4)

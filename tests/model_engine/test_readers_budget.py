@@ -7,8 +7,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from spec_decode.engines import PROMPTS, create_engine, params, write_draft, write_target
-from transformers import PreTrainedTokenizerFast
+from spec_decode.engines import PROMPTS, Folders, create_engine, params
 
 import atom
 from atom.messages import EngineRequest
@@ -19,16 +18,10 @@ _MOST = {"replayed": (26, 92), "op by op": (40, 170)}
 
 
 @pytest.mark.parametrize("run", _MOST)
-def test_a_steady_step_with_eagle3(
-    run: str, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    target = write_target("llama", tmp_path / "target", byte_level_tokenizer)
-    draft = write_draft("mha", tmp_path / "draft", len(byte_level_tokenizer))
+def test_a_steady_step_with_eagle3(run: str, folders: Folders) -> None:
     engine = create_engine(
-        target,
-        method="eagle3",
-        draft_model=str(draft),
-        num_speculative_tokens=3,
+        folders("llama"),
+        **folders.speculation("mha"),
         speculative_adaptive=False,
         enforce_eager=run == "op by op",
     )

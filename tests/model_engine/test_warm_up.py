@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_decode import engines
-from spec_decode.engines import create_engine, generate, params
-from transformers import PreTrainedTokenizerFast
+from spec_decode.engines import Folders, create_engine, generate, params
 
 from atom.batch import LaunchedStep, ScheduledBatch
 from atom.graphs.capture import ReexecuteBackend
@@ -112,24 +109,6 @@ def test_contexts_without_room_have_no_steps() -> None:
     assert list(warm_ups(replace(LIMITS, context_len=13))) == []
 
 
-@pytest.fixture(scope="module")
-def folders(
-    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
-) -> Callable[[str], Path]:
-    """Checkpoints by kind, each written once."""
-    root = tmp_path_factory.mktemp("warm-up")
-
-    def folder(kind: str) -> Path:
-        path = root / kind
-        if path.exists():
-            return path
-        if kind in ("mha", "peagle", "dflash"):
-            return engines.write_draft(kind, path, len(byte_level_tokenizer))
-        return engines.write_target(kind, path, byte_level_tokenizer)
-
-    return folder
-
-
 class Recorded:
     """What an engine's runner and sampler did, from its start on."""
 
@@ -150,30 +129,31 @@ class Recorded:
         monkeypatch.setattr(SamplingRows, "metadata", gathering)
 
 
-ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("llama", {}),
-    "overlap": ("llama", {"overlap": True}),
-    "eagle3": ("llama", {"method": "eagle3", "num_speculative_tokens": 3, "overlap": True}),
-    "peagle": ("llama", {"method": "eagle3", "num_speculative_tokens": 3, "overlap": True}),
-    "dflash": ("llama", {"method": "dflash", "num_speculative_tokens": 7}),
-    "mtp": ("deepseek_v3", {"method": "mtp", "num_speculative_tokens": 2, "overlap": True}),
-    "suffix": ("llama", {"method": "suffix", "num_speculative_tokens": 3}),
-}
+# (target, draft, number of drafts, whether steps overlap)
+ENGINES = [
+    ("llama", "none", 0, False),
+    ("llama", "none", 0, True),
+    ("llama", "mha", 3, True),
+    ("llama", "peagle", 3, True),
+    ("llama", "dflash", 7, False),
+    ("deepseek_v3", "mtp", 2, True),
+    ("llama", "suffix", 3, False),
+]
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("target", "draft", "k", "overlap"), ENGINES)
 def test_an_engine_is_as_ever_after_it(
-    name: str,
-    folders: Callable[[str], Path],
+    target: str,
+    draft: str,
+    k: int,
+    overlap: bool,
+    folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As on a GPU, on a pool too small for its steps without sharing blocks."""
-    target, given_options = ENGINES[name]
-    options = dict(given_options)
-    if name in ("eagle3", "peagle", "dflash"):
-        options["draft_model"] = str(folders("mha" if name == "eagle3" else name))
-    options |= {"max_num_seqs": 4, "max_num_batched_tokens": 96, "enforce_eager": True}
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 96, "enforce_eager": True}
+    options |= {"overlap": overlap, **(folders.speculation(draft, k) if k else {})}
     expected = generate(create_engine(folders(target), **options), params("warm", max_tokens=8))
     seen = Recorded(monkeypatch)
     with caplog.at_level(logging.INFO, "atom.model_engine.start_up.warm_up"):
@@ -182,9 +162,7 @@ def test_an_engine_is_as_ever_after_it(
     lens = {len(s.token_ids) for batch in seen.batches for s in batch.sequences}
     assert 17 in lens
     assert max(lens) == 96
-    assert any(s.is_ahead for b in seen.batches for s in b.sequences) == bool(
-        options.get("overlap")
-    )
+    assert any(s.is_ahead for b in seen.batches for s in b.sequences) == overlap
     assert seen.kinds >= {KINDS[1], KINDS[2]}
     executor = engine.engine.core.executor
     assert isinstance(executor, Worker)
@@ -211,7 +189,7 @@ def warmed(monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any) -> Any
 
 
 def test_a_gpu_warms_up_before_it_is_ready(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With whatever memory the pool was given, and before the log says that it is."""
     called: list[str] = []
@@ -244,11 +222,9 @@ def test_a_gpu_warms_up_before_it_is_ready(
     assert called == ["ready", "warm-up", "ready"]
 
 
-def test_graphs_are_replayed(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_are_replayed(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they were captured, on the buffers that serve."""
-    draft = {"method": "eagle3", "draft_model": str(folders("mha")), "num_speculative_tokens": 3}
+    draft = folders.speculation("mha")
     options = {**draft, "block_size": 16, "overlap": True}
     expected = generate(create_engine(folders("llama"), **options), params("warm", max_tokens=8))
     replayed: list[bool] = []
@@ -267,7 +243,7 @@ def test_graphs_are_replayed(
 
 
 def test_too_little_memory_names_the_options(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")

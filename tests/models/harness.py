@@ -148,6 +148,15 @@ class ModelBench:
             logits.append(self.step({name: chunk})[name])
         return torch.cat(logits)
 
+    def run_beside(self, pieces: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
+        """Run sequences beside each other, a piece of each in a step -> [T, vocab] of each."""
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in pieces}
+        for number in range(max(map(len, pieces.values()))):
+            batch = {name: cut[number] for name, cut in pieces.items() if number < len(cut)}
+            for name, logits in self.step(batch).items():
+                found[name].append(logits)
+        return {name: torch.cat(logits) for name, logits in found.items()}
+
     def rewind(self, name: str, length: int) -> None:
         """Forget a sequence's tokens after the first `length`; what they wrote stays."""
         self._lengths[name] = length

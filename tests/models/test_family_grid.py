@@ -76,13 +76,9 @@ def test_logits_in_every_split(families: Families, name: str) -> None:
     assert_close(bench.run(tokens, [11, 7, 1], "chunked"), expected)
     others = {str(seed): prompt(12 + 5 * seed, seed) for seed in (1, 2, 3)}
     pieces = {key: split(ids, [4 * int(key), 3, 1]) for key, ids in others.items()}
-    found: dict[str, list[torch.Tensor]] = {key: [] for key in others}
-    while any(pieces.values()):
-        batch = {key: left.pop(0) for key, left in pieces.items() if left}
-        for key, logits in bench.step(batch).items():
-            found[key].append(logits)
+    found = bench.run_beside(pieces)
     for key, ids in others.items():
-        assert_close(torch.cat(found[key]), checkpoint.logits(ids))
+        assert_close(found[key], checkpoint.logits(ids))
 
 
 @pytest.mark.parametrize("name", ENGINES)

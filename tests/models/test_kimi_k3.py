@@ -61,13 +61,9 @@ def test_logits_in_every_split(checkpoint: KimiK3, caplog: pytest.LogCaptureFixt
     assert_close(bench.run(tokens, [9, 1], "chunked"), expected)
     others = {str(seed): prompt(4 + 3 * seed, seed) for seed in (1, 2)}
     pieces = {key: split(ids, [3 * int(key), 2, 1]) for key, ids in others.items()}
-    found: dict[str, list[torch.Tensor]] = {key: [] for key in others}
-    while any(pieces.values()):
-        batch = {key: left.pop(0) for key, left in pieces.items() if left}
-        for key, logits in bench.step(batch).items():
-            found[key].append(logits)
+    found = bench.run_beside(pieces)
     for key, ids in others.items():
-        assert_close(torch.cat(found[key]), checkpoint.logits(ids))
+        assert_close(found[key], checkpoint.logits(ids))
 
 
 def test_drafts_read_the_running_sums(checkpoint: KimiK3) -> None:

@@ -124,14 +124,8 @@ class TestBatches:
             "verifies": split(prompt(24, 4), [8, 4]),
             "verifies_too": split(prompt(20, 5), [4]),
         }
-        found: dict[str, list[torch.Tensor]] = {name: [] for name in pieces}
-        while any(pieces.values()):
-            batch = {name: left.pop(0) for name, left in pieces.items() if left}
-            for name, logits in bench.step(batch).items():
-                found[name].append(logits)
-        for seed, (name, logits) in enumerate(found.items(), start=1):
-            length = sum(len(part) for part in logits)
-            _assert_close(torch.cat(logits), checkpoint.logits(prompt(length, seed)), name)
+        for seed, (name, logits) in enumerate(bench.run_beside(pieces).items(), start=1):
+            _assert_close(logits, checkpoint.logits(prompt(len(logits), seed)), name)
 
     def test_rejected_drafts_leave_no_trace(self, make: MakeCheckpoint, tmp_path: Path) -> None:
         checkpoint = make(tmp_path)

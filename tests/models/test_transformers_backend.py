@@ -72,14 +72,10 @@ def test_logits_in_every_split(name: str, tmp_path: Path) -> None:
     others = {str(seed): prompt(12 + 5 * seed, seed) for seed in (1, 2)}
     pieces = {key: split(ids, [6 * int(key), 3, 5]) for key, ids in others.items()}
     pieces["chunked"] = split(tokens, [11, 7, 1])
-    found: dict[str, list[torch.Tensor]] = {key: [] for key in pieces}
-    while any(pieces.values()):
-        batch = {key: left.pop(0) for key, left in pieces.items() if left}
-        for key, logits in bench.step(batch).items():
-            found[key].append(logits)
-    assert_close(torch.cat(found["chunked"]), expected)
+    found = bench.run_beside(pieces)
+    assert_close(found["chunked"], expected)
     for key, ids in others.items():
-        assert_close(torch.cat(found[key]), checkpoint.logits(ids))
+        assert_close(found[key], checkpoint.logits(ids))
 
 
 @pytest.mark.parametrize("name", families(ENGINES))

@@ -94,10 +94,13 @@ BLOCK_DRAFTS = {
 }
 # What is published for Kimi goes with the `kimi_k25` target alone.
 _BLOCK_DRAFTS = {**BLOCK_DRAFTS, "kimi": "dflash kimi", "kimi k3": "dspark kimi"}
+_WITHOUT_DRAFT = ("mtp", "suffix")
 
 
 def method_of(draft: str) -> str:
-    """The method that runs a draft of `write_draft`."""
+    """The method that runs a draft of `write_draft`; `mtp` and `suffix` need none."""
+    if draft in _WITHOUT_DRAFT:
+        return draft
     if draft == "model":
         return "draft_model"
     name = _BLOCK_DRAFTS.get(draft)
@@ -136,6 +139,38 @@ def write_draft(kind: str, folder: Path, vocab_size: int, **fields: Any) -> Path
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
     create = draft_bench.parallel_tensors if kind == "peagle" else draft_bench.draft_tensors
     return draft_bench.write_draft(folder, raw, create(raw))
+
+
+class Folders:
+    """Checkpoints of `write_target` and `write_draft` by kind, each written once.
+
+    Args:
+        fields: of the configs of some kinds.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        tokenizer: PreTrainedTokenizerFast,
+        fields: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._root, self._tokenizer = root, tokenizer
+        self._fields = fields or {}
+
+    def __call__(self, kind: str) -> Path:
+        folder, fields = self._root / kind, self._fields.get(kind, {})
+        if folder.exists():
+            return folder
+        if kind in (*EAGLE_DRAFTS, *_BLOCK_DRAFTS, "model"):
+            return write_draft(kind, folder, len(self._tokenizer), **fields)
+        return write_target(kind, folder, self._tokenizer, **fields)
+
+    def speculation(self, draft: str, k: int = 3) -> dict[str, Any]:
+        """Engine arguments of k drafts of a kind of `method_of`."""
+        options = {"method": method_of(draft), "num_speculative_tokens": k}
+        if draft in _WITHOUT_DRAFT:
+            return options
+        return {**options, "draft_model": str(self(draft))}
 
 
 def create_engine(folder: Path, **overrides: Any) -> LLM:

@@ -31,17 +31,9 @@ class Targets:
     """Checkpoints and their continuations without speculation, each made once."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._folder = folder
-        self._tokenizer = tokenizer
-        self.target = cache(self._target)
-        self.draft = cache(self._draft)
+        self._folders = engines.Folders(folder, tokenizer)
+        self.target = self._folders
         self.expected = cache(self._expected)
-
-    def _target(self, kind: str) -> Path:
-        return engines.write_target(kind, self._folder / kind, self._tokenizer)
-
-    def _draft(self, kind: str) -> Path:
-        return engines.write_draft(kind, self._folder / kind, len(self._tokenizer))
 
     def _expected(self, kind: str) -> dict[str, list[list[int]]]:
         engine = create_engine(self.target(kind))
@@ -49,13 +41,8 @@ class Targets:
 
     def speculation(self, method: str, k: int) -> dict[str, object]:
         """Engine arguments of a method."""
-        common = {"num_speculative_tokens": k}
-        if method == "suffix":
-            return {**common, "method": method, "suffix_cache_tokens": 1000}
-        if method == "mtp":
-            return {**common, "method": method}
-        draft = str(self.draft(method))
-        return {**common, "method": engines.method_of(method), "draft_model": draft}
+        options = self._folders.speculation(method, k)
+        return {**options, "suffix_cache_tokens": 1000} if method == "suffix" else options
 
 
 @pytest.fixture(scope="module")

@@ -122,27 +122,13 @@ class Targets:
     """Checkpoints and what they say without speculation, each made once."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._folder = folder
-        self._tokenizer = tokenizer
-        self.folder = cache(self._write)
+        size = len(tokenizer) - 8
+        drafts = (*engines.EAGLE_DRAFTS, *engines.BLOCK_DRAFTS)
+        self.folder = engines.Folders(
+            folder, tokenizer, {kind: {"draft_vocab_size": size} for kind in drafts}
+        )
+        self.speculation = self.folder.speculation
         self.expected = cache(self._expected)
-
-    def _write(self, kind: str) -> Path:
-        folder = self._folder / kind
-        if kind in (*engines.EAGLE_DRAFTS, *engines.BLOCK_DRAFTS):
-            size = len(self._tokenizer)
-            return engines.write_draft(kind, folder, size, draft_vocab_size=size - 8)
-        return engines.write_target(kind, folder, self._tokenizer)
-
-    def speculation(self, draft: str, k: int) -> dict[str, Any]:
-        """Engine arguments of a kind of draft."""
-        if draft in ("suffix", "mtp"):
-            return {"method": draft, "num_speculative_tokens": k}
-        return {
-            "method": engines.method_of(draft),
-            "num_speculative_tokens": k,
-            "draft_model": str(self.folder(draft)),
-        }
 
     def _expected(self, kind: str) -> list[list[list[int]]]:
         engine = create_engine(self.folder(kind))

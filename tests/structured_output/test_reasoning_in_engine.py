@@ -120,19 +120,21 @@ class Bench:
         marked = copy.deepcopy(tokenizer)
         markers = [m for f in REASONING_PARSERS.values() for m in (*f.markers, *f.special_tokens)]
         marked.add_special_tokens({"additional_special_tokens": list(dict.fromkeys(markers))})
-        self._folder = folder
         self._tokenizers = {"tokens": marked, "texts": tokenizer}
+        drafts = (*engines.EAGLE_DRAFTS, *engines.BLOCK_DRAFTS)
+        fields = dict.fromkeys(("llama", "deepseek_v3", "model"), LONG)
+        self._folders = {}
+        for markers, own in self._tokenizers.items():
+            sizes = {**LONG, "draft_vocab_size": len(own) - 8}
+            self._folders[markers] = engines.Folders(
+                folder / markers, own, {**fields, **dict.fromkeys(drafts, sizes)}
+            )
         self.expected = cache(self._expected)
-        self._path = cache(self._write)
 
     def engine(self, markers: str, target: str, draft: str | None = None, k: int = 0) -> LLM:
-        options: dict[str, Any] = {}
-        if draft is not None:
-            method = draft if draft in ("suffix", "mtp") else engines.method_of(draft)
-            options = {"method": method, "num_speculative_tokens": k}
-            if draft not in ("suffix", "mtp"):
-                options["draft_model"] = str(self._path(markers, draft))
-        return create_engine(self._path(markers, target), max_model_len=CONTEXT, **options)
+        folders = self._folders[markers]
+        options = {} if draft is None else folders.speculation(draft, k)
+        return create_engine(folders(target), max_model_len=CONTEXT, **options)
 
     def answers(self, engine: LLM, markers: str) -> list[RequestOutput]:
         encode = self._tokenizers[markers].encode
@@ -148,15 +150,6 @@ class Bench:
         ]
         prompts = [engines.PROMPTS[i % 8] for i in range(len(CASES))]
         return engine.generate(prompts, sampled, use_tqdm=False)
-
-    def _write(self, markers: str, kind: str) -> Path:
-        folder, tokenizer = self._folder / markers / kind, self._tokenizers[markers]
-        if kind in ("llama", "deepseek_v3"):
-            return engines.write_target(kind, folder, tokenizer, **LONG)
-        sizes: dict[str, Any] = (
-            LONG if kind == "model" else {**LONG, "draft_vocab_size": len(tokenizer) - 8}
-        )
-        return engines.write_draft(kind, folder, len(tokenizer), **sizes)
 
     def _expected(self, markers: str, target: str) -> list[list[int]]:
         engine = self.engine(markers, target)
