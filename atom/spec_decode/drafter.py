@@ -103,9 +103,10 @@ class Drafter:
 
     def start(self, batch: ScheduledBatch) -> None:
         """A step starts: drop the state of rows that were freed, and learn of new sequences."""
+        num_drafting = batch.num_drafting
         # Each sequence goes on by a token, and none computes its prompt.
-        is_steady = not batch.new and batch.num_drafting == batch.num_tokens
-        self._policy.begin(batch.num_drafting, is_steady=is_steady)
+        is_steady = not batch.new and num_drafting == batch.num_tokens
+        self._policy.begin(num_drafting, is_steady=is_steady)
         if batch.freed_rows or batch.new:
             self._change_rows(batch)
 
