@@ -143,6 +143,16 @@ def test_each_op_has_a_batch_invariant_implementation_on_a_gpu(platform: Platfor
     }
 
 
+@pytest.mark.parametrize(("gate", "chosen"), [("situ", "triton"), ("clamped", "torch")])
+def test_experts_with_another_gate_run_where_there_is_one(gate: str, chosen: str) -> None:
+    pytest.importorskip("triton")
+    with probe.replaced(FakeAiter().library):
+        table = OpTable(MI300X, OPS)
+        choice = table.resolve_weights("moe_experts", torch.bfloat16, None, **SIZES, **{gate: 1})
+    assert choice.name == chosen
+    assert f"has no {gate} gate" in dict(choice.passed_over)["aiter"]
+
+
 def test_products_are_left_to_a_library_otherwise() -> None:
     pytest.importorskip("triton")
     table = OpTable(GPUS[-1], OPS)
