@@ -98,9 +98,15 @@ def test_places(kimi: Kimi) -> None:
     assert kimi.messages.keys() == set(CUTS)
 
 
-@pytest.mark.parametrize("draft", ["mha", "mla"])
-async def test_kimi_k26_with_eagle3(kimi: Kimi, draft: str) -> None:
-    await _check(kimi, draft, [(1, 1), (2, 1), (3, 1), (3, 2), (7, 4)], [1, 3, 4, 15])
+@pytest.mark.parametrize(
+    ("draft", "cuts", "ks"),
+    [("mha", [(1, 1), (2, 1), (3, 1)], [1, 4]), ("mla", [(3, 2), (7, 4)], [3, 15])],
+    ids=["mha", "mla"],
+)
+async def test_kimi_k26_with_eagle3(
+    kimi: Kimi, draft: str, cuts: list[tuple[int, int]], ks: list[int]
+) -> None:
+    await _check(kimi, draft, cuts, ks)
 
 
 @pytest.mark.slow
