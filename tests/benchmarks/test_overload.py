@@ -11,7 +11,8 @@ from typing import Any
 def test_goodput_is_counted(benchmark_module: Callable[[str], Any], tmp_path: Path) -> None:
     """How much it is depends on who else uses the machine."""
     overload = benchmark_module("overload")
-    run = ["--tiny", "--running", "2", "--waiting", "1", "--seconds", "2", "--rounds", "1"]
+    run = ["--tiny", "--running", "2", "--waiting", "1", "--seconds", "1", "--rounds", "1"]
+    run += ["--max-tokens", "12"]
     overload.main([*run, "--least", "0", "--output", str(tmp_path / "report.md")])
     report = json.loads((tmp_path / "report.json").read_text())
     (calm,), (busy,) = report["turns"]["at capacity"], report["turns"]["overload"]
