@@ -12,9 +12,11 @@ import pytest
 import torch
 from kv_cache.hashes import Hashes, hash_of
 from models.checkpoints import edit_config
+from models.kimi_k3 import LINEAR, TEXT
 
 from atom.config import ModelOptions
 from atom.distributed.parallel_state import ParallelGroup
+from atom.kv_cache.base import KVCacheMemoryError
 from atom.kv_cache.state_pool import StatePool, recurrent_layers
 from atom.model_loader.source import resolve_model
 from atom.model_ops.attention.metadata import StateMetadata
@@ -120,6 +122,12 @@ def test_random_operations(most_drafts: int) -> None:
     assert run(600, most_drafts, most_drafts) > 1000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("most_drafts", [0, 1, 3, 7, 15])
+def test_a_hundred_thousand_random_operations(most_drafts: int) -> None:
+    assert run(20_000, 100 + most_drafts, most_drafts) > 40_000
+
+
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_wrong_version_is_noticed(change: int, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = StateMetadata.starts.fget
@@ -160,25 +168,49 @@ KIMI_48B = {
     },
 }
 NEXT_80B = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+# Layers without a state are as small as in tests, but for heads, which ranks share.
+FULL = [*range(4, 93, 4), 93]
+K3 = {
+    "architectures": ["KimiK3ForConditionalGeneration"],
+    "model_type": "kimi_k3",
+    "text_config": {
+        **TEXT,
+        "dtype": "bfloat16",
+        "num_hidden_layers": 93,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 96,
+        "attn_res_block_size": 12,
+        "linear_attn_config": {
+            **LINEAR,
+            "full_attn_layers": FULL,
+            "kda_layers": [i for i in range(1, 94) if i not in FULL],
+            "head_dim": 128,
+            "num_heads": 96,
+        },
+    },
+}
 
 
 @pytest.mark.parametrize(
     ("config", "layers", "state", "channels"),
-    [(KIMI_48B, 20, 2 << 20, 3 * 4096), (NEXT_80B, 36, 2 << 20, 2 * 2048 + 4096)],
+    [
+        (KIMI_48B, 20, 2 << 20, 3 * 4096),
+        (NEXT_80B, 36, 2 << 20, 2 * 2048 + 4096),
+        (K3, 69, 6 << 20, 3 * 12288),
+    ],
+    ids=["Kimi-Linear 48B", "Qwen3-Next 80B", "Kimi-K3"],
 )
 @pytest.mark.parametrize("num_ranks", [1, 8])
-@pytest.mark.parametrize("most_drafts", [0, 7])
 def test_bytes_of_published_models(
     config: dict[str, Any],
     layers: int,
     state: int,
     channels: int,
     num_ranks: int,
-    most_drafts: int,
     tmp_path: Path,
 ) -> None:
-    """40 MiB and 72 MiB of states for a sequence without drafts on one rank, 1.4 and 1.7 of inputs
-    of convolutions.
+    """40 MiB, 72 MiB and 414 MiB of states for a sequence without drafts on one rank, 1.4, 1.7 and
+    14.6 of inputs of convolutions.
     """
     (tmp_path / "config.json").write_text("{}")
     edit_config(tmp_path, **config)
@@ -189,12 +221,16 @@ def test_bytes_of_published_models(
         group=ParallelGroup(0, num_ranks),
     )
     model = partial(create_model, source.hf_config)(context)
-    pool = StatePool(recurrent_layers(model), 63, most_drafts, context.device)
-    inputs = 2 * channels * (most_drafts + 3)
-    row = layers * (state * (most_drafts + 1) + inputs) // num_ranks
-    assert pool.row_bytes == row
-    assert pool.num_bytes == 64 * row
-    assert f"64 x {row} + 0 x " in pool.describe()
-    with_slots = StatePool(recurrent_layers(model), 63, most_drafts, context.device, 10)
-    slot = layers * (state + 2 * channels * 3) // num_ranks
-    assert with_slots.num_bytes == 64 * row + 10 * slot
+    own = recurrent_layers(model)
+    for most_drafts in (0, 7):
+        pool = StatePool(own, 63, most_drafts, context.device)
+        inputs = 2 * channels * (most_drafts + 3)
+        row = layers * (state * (most_drafts + 1) + inputs) // num_ranks
+        assert pool.row_bytes == row
+        assert pool.num_bytes == 64 * row
+        what = rf"{most_drafts + 1} versions .* 64 x {row} \+ 0 x .* = {64 * row} bytes"
+        with pytest.raises(KVCacheMemoryError, match=what):
+            pool.check(0)
+        with_slots = StatePool(own, 63, most_drafts, context.device, 10)
+        slot = layers * (state + 2 * channels * 3) // num_ranks
+        assert with_slots.num_bytes == 64 * row + 10 * slot

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from model_ops.recurrent_batches import (
     metadata_of,
     pool,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from atom.model_ops.kernels.native import recurrent as native_ops
@@ -155,6 +158,38 @@ def test_padding_writes_nothing(ops: ModuleType, shape: tuple[int, ...]) -> None
     assert not out[1:].any()
     kept[3, 9 % VERSIONS] = states[3, 9 % VERSIONS]
     torch.testing.assert_close(again, kept, rtol=0, atol=0, equal_nan=True)
+
+
+def test_work_depends_on_new_tokens_alone() -> None:
+    """Of the definition: operations, and the numbers that they read and make, at any position."""
+    shape = SHAPES[0]
+    inputs = Inputs.random(shape, 3)
+    x, weight, ring = random(3, 8), random(8, TAPS, seed=1), random(ROWS, 7, 8, seed=2)
+
+    def work(start: int) -> list[tuple[str, int]]:
+        with Work() as seen:
+            inputs.run(torch_ops, torch.zeros_like(pool(shape)), metadata_of((2, start, 3)))
+            torch_ops.causal_conv(x, weight, ring, metadata_of((2, start, 3)))
+        return seen.done
+
+    assert len(work(8)) > 30
+    assert work(8) == work(1_000_000)
+
+
+class Work(TorchDispatchMode):
+    """Attributes:
+    done: operations, with how many numbers each reads and makes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        parts = tree_leaves((args, kwargs, out))
+        self.done.append((str(func), sum(x.numel() for x in parts if isinstance(x, torch.Tensor))))
+        return out
 
 
 @names

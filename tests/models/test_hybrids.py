@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ LONG = {
 FAMILIES = [name for name in HYBRIDS if "-" not in name]
 WITH_PREDICTION = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 PAIR = ["qwen3_next", "kimi_linear"]
+# Of a model with sparse attention: sizes that the C++ kernels take.
+SPARSE = {"hidden_size": 64, "moe_intermediate_size": 32, "q_lora_rank": 32, "v_head_dim": 16}
 # A prompt in which a lookup finds drafts, one that is longer than the versions, a short one.
 PROMPTS = [prompt(5, seed=4) * 4, prompt(19), prompt(2, seed=1)]
 
@@ -62,6 +65,7 @@ class Hybrids:
         self._folder, self._tokenizer = folder, tokenizer
         self.prediction: dict[str, dict[str, torch.Tensor]] = {}
         self.checkpoint = cache(self._checkpoint)
+        self.target = cache(self._target)
         self.draft = cache(self._draft)
         self.expected = cache(self._expected)
 
@@ -72,12 +76,19 @@ class Hybrids:
         self._tokenizer.save_pretrained(checkpoint.folder)
         return checkpoint
 
-    def _draft(self) -> str:
-        return str(engines.write_draft("mha", self._folder / "draft", len(self._tokenizer)))
+    def _target(self, name: str) -> Path:
+        """A hybrid, or a model whose attention is sparse."""
+        if name in HYBRIDS:
+            return self.checkpoint(name).folder
+        return engines.write_target(name, self._folder / name, self._tokenizer, **SPARSE)
+
+    def _draft(self, kind: str, hidden_size: int) -> str:
+        folder, vocab = self._folder / f"{kind} {hidden_size}", len(self._tokenizer)
+        return str(engines.write_draft(kind, folder, vocab, hidden_size=hidden_size))
 
     def _expected(self, name: str, sampling: str) -> list[list[int]]:
         """What an engine that never drafts writes, op by op."""
-        engine = create_engine(self.checkpoint(name).folder, enforce_eager=True)
+        engine = create_engine(self.target(name), enforce_eager=True)
         return generate(engine, LONG[sampling], PROMPTS)
 
 
@@ -240,20 +251,39 @@ def greedy(checkpoint: HybridCheckpoint, token_ids: list[int]) -> list[int]:
     return tokens
 
 
-DRAFTS = ("suffix", "eagle3")
+DRAFTS = ("suffix", "eagle3", "dspark")
 RUNS = ("op by op", "recorded", "graphs")
+WITH_DRAFTS = {
+    "kimi_linear": DRAFTS,
+    "qwen3_next": (*DRAFTS, "mtp"),
+    "deepseek_v32": (*DRAFTS, "mtp"),
+}
+
+
+def _grid() -> Iterator[object]:
+    """Each model and method with and without overlap at each commit, in turn op by op, recorded and
+    in graphs; all of them with `--run-slow`.
+    """
+    pairs = [(name, method) for name, methods in WITH_DRAFTS.items() for method in methods]
+    for number, (name, method) in enumerate(pairs):
+        turn = number + [*WITH_DRAFTS].index(name)
+        for overlap, (i, run) in itertools.product((False, True), enumerate(RUNS)):
+            marks = () if (turn + overlap) % len(RUNS) == i else (pytest.mark.slow,)
+            yield pytest.param(name, method, overlap, run, marks=marks)
 
 
 def speculating(
     hybrids: Hybrids, name: str, method: str, run: str, patch: pytest.MonkeyPatch, **options: Any
 ) -> LLM:
-    if method == "eagle3":
-        options["draft_model"] = hybrids.draft()
+    kind = {"eagle3": "mha", "dspark": "dspark"}.get(method)
+    if kind is not None:
+        size = engines.HIDDEN if name in HYBRIDS else SPARSE["hidden_size"]
+        options["draft_model"] = hybrids.draft(kind, size)
     with patch.context() as context:
         if run == "graphs":
             context.setattr(planned_graphs, "capture_backend", lambda _: ReexecuteBackend())
         return create_engine(
-            hybrids.checkpoint(name).folder,
+            hybrids.target(name),
             method=method,
             num_speculative_tokens=K,
             speculative_adaptive=False,
@@ -264,13 +294,7 @@ def speculating(
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "overlap", "run"),
-    [
-        *itertools.product(PAIR, DRAFTS, (False, True), RUNS),
-        *itertools.product(["qwen3_next"], ["mtp"], (False, True), RUNS),
-    ],
-)
+@pytest.mark.parametrize(("name", "method", "overlap", "run"), [*_grid()])
 def test_drafts_change_no_token(
     hybrids: Hybrids,
     name: str,
