@@ -153,7 +153,7 @@ def test_products_are_exact_and_the_same_in_every_batch(name: str, how: str) -> 
             else:
                 assert_exact(everything, x, of)
             torch.set_num_threads(2)
-            for rows in (0, 1, 2, 3, 7, 12, 17, 29, 32, 69):
+            for rows in (0, 1, 2, 3, 7, 13, 16, 29, 33, 69):
                 assert torch.equal(quant.quant_logits(x[:rows], packed), everything[:rows])
                 assert torch.equal(
                     quant.quant_logits(x[70 - rows :], packed), everything[70 - rows :]

@@ -56,8 +56,13 @@ inline QuantInputs inputs_of(const void* x, int64_t x_stride, const PackedTensor
 // Whether so many rows of T are faster with tiles: their sums leave once a span.
 template <class T>
 bool takes_tiles(const PackedSizes& s, int64_t rows) {
+  const bool wide = is_wide(s.input_kind);
   if (s.input_kind == Inputs::kNumbers && !std::is_same_v<T, bfloat16>) return false;
-  const int64_t least = s.span <= 64 ? (s.input_kind == Inputs::kInt12 ? 16 : 28) : is_wide(s.input_kind) ? 1 : 12;
+  int64_t least = wide ? 1 : 12;
+  if (s.span <= 64) least = s.input_kind == Inputs::kInt12 ? 16 : 28;
+  if (wide && s.span <= line_inputs(s.input_kind) && rows <= kTileSide) {
+    least = s.input_kind == Inputs::kInt12 ? 6 : 13;
+  }
   return rows >= least && has_tiles();
 }
 
