@@ -9,7 +9,7 @@ python benchmarks/compare_transformers.py --random-model qwen3-next-200m
 python benchmarks/compare_transformers.py --modelling-code --quantization auto --cases decode-1
 
 With `--modelling-code` both are ours: the native class, and transformers' modelling code, as
-`--model-impl transformers` runs it.
+`--model-impl transformers` runs it; `--op-by-op` refuses it recorded steps.
 """
 
 from __future__ import annotations
@@ -196,6 +196,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--modelling-code", action="store_true", help="transformers' modelling code over the native"
     )
     parser.add_argument(
+        "--op-by-op", action="store_true", help="with --modelling-code: its steps are not recorded"
+    )
+    parser.add_argument(
         "--quantization", default="none", help="with --modelling-code (default: %(default)s)"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
@@ -209,6 +212,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.quantization != "none" and not args.modelling_code:
         parser.error("--quantization needs --modelling-code: generate has floating-point weights")
+    if args.op_by_op and not args.modelling_code:
+        parser.error("--op-by-op needs --modelling-code")
     return args
 
 
@@ -219,7 +224,7 @@ def make_engines(args: argparse.Namespace) -> tuple[LLM, dict[str, Engine]]:
     threads = args.num_threads or default_num_threads()
     native = make_llm(args, threads)
     if args.modelling_code:
-        other = make_llm(args, threads, model_impl="transformers")
+        other = make_llm(args, threads, model_impl="transformers", enforce_eager=args.op_by_op)
         return native, {"native": AtomEngine(native), "modelling code": AtomEngine(other)}
     return native, {"transformers": make_generate(args, threads), "atom": AtomEngine(native)}
 

@@ -51,6 +51,8 @@ _WINDOW = 9
 _MLP = 32
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Parts of a decoder that have a configuration of their own.
+_PARTS = ("attn_config", "ffn_config")
 # Parameters of a copy that is tried.
 _MOST = 1 << 28
 # Lengths of the two texts.
@@ -281,7 +283,7 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
     factor, kv_factor = _head_factors(config)
     windows: dict[int, int] = {}
     for name, value in fields.items():
-        if isinstance(value, dict) and name.endswith("_config"):
+        if isinstance(value, dict) and name in _PARTS:
             value.update(_small_part(value, factor, kv_factor))
         elif isinstance(value, (list, tuple)) and len(value) == layers and layers > 1:
             fields[name] = list(value[:keep])
