@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+_FALSE = "callers only ask whether it is true, which None is as little as false"
 _COST = "how much of the cache is looked at in a step"
 _HASH = "a hash of a byte or bit more or fewer tells the same texts apart"
 _NO_CHAIN = "it is what one of 2**64 texts has in the place of 0, which no test can find"
@@ -105,6 +106,13 @@ _REASONS: dict[tuple[str, str, str, str], str] = {
         "8",
         "(9)",
     ): "how much text is foreseen; the drafts made of it are cut to what is asked for",
+    ("structured_output/schema/disjoint.py", "_exclude", "return False", "return None"): _FALSE,
+    (
+        "model_engine/scheduling/windows.py",
+        "WindowedKVCacheManager.free",
+        "0",
+        "(-1)",
+    ): "a sequence that runs again restarts first, which makes its window empty",
 }
 
 

@@ -119,13 +119,16 @@ def test_a_shorter_prefix_is_found_where_only_that_has_its_window() -> None:
     bench.run()
 
 
-def test_who_lacks_parts_waits_or_is_preempted() -> None:
-    bench = Bench(window=WindowLimits(5, 1, 5), num_blocks=40, max_num_batched_tokens=8)
+@pytest.mark.parametrize("caching", [True, False])
+def test_who_lacks_parts_waits_or_is_preempted(caching: bool) -> None:
+    limits = WindowLimits(5, 1, 5)
+    bench = Bench(40, 64, caching, window=limits, max_num_batched_tokens=8)
     for id in ("a", "b", "c"):
         bench.add(id, tokens(ord(id), 14), max_tokens=12, ignore_eos=True)
     outputs = bench.run()
     assert [len(outputs[id]) for id in ("a", "b", "c")] == [12, 12, 12]
     assert bench.scheduler.stats().num_preemptions > 0
+    assert held(bench) == 0
 
 
 def test_memory_of_gemma_3_27b() -> None:

@@ -62,6 +62,16 @@ def test_allowed_tokens_are_the_only_ones(plain: LLM, drafting: LLM) -> None:
     assert generate(drafting, wanted, EXTENDED) == found
 
 
+def test_no_end_comes_before_the_fewest_tokens(plain: LLM, drafting: LLM) -> None:
+    free = generate(plain, params("greedy"), EXTENDED)
+    ends = [tokens[1] for tokens in free]
+    wanted = params("greedy", min_tokens=4, stop_token_ids=ends)
+    found = generate(plain, wanted, EXTENDED)
+    assert all(len(tokens) >= 4 and not {*tokens[:4]} & {*ends} for tokens in found)
+    assert any(tokens[-1] in ends for tokens in found)
+    assert generate(drafting, wanted, EXTENDED) == found
+
+
 def bad_pairs(llm: LLM) -> list[list[int]]:
     """Pairs of tokens that the model writes when nothing keeps it from them."""
     free = generate(llm, params("warm", allowed_token_ids=[5, 77, 300]), EXTENDED)

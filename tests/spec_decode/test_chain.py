@@ -25,6 +25,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, AttentionMetadata]] = []
+        self.rows: list[tuple[int, int]] = []
 
     def __call__(
         self,
@@ -38,6 +39,7 @@ class Recorder:
     ) -> tuple[Chosen, torch.Tensor]:
         assert place == len(self.seen) + 1
         self.seen.append((positions, metadata))
+        self.rows.append((len(token_ids), len(hidden)))
         return Chosen(token_ids + 1), hidden
 
 
@@ -114,6 +116,28 @@ def test_the_longest_context_is_that_of_the_last_step(longest: int, told: int) -
     contexts = [int(metadata.context_lens.max()) for _, metadata in recorder.seen]
     assert contexts[-1] == told
     assert [metadata.max_context_len for _, metadata in recorder.seen] == [told] * STEPS
+
+
+def test_without_sequences_a_row_is_computed_that_writes_nothing() -> None:
+    """Other ranks wait for the experts of each step."""
+    recorder = Recorder()
+    attention = SimpleNamespace(
+        block_tables=torch.zeros(0, 3, dtype=torch.int32),
+        block_counts=torch.zeros(0, dtype=torch.int32),
+        max_context_len=9,
+    )
+    step = SimpleNamespace(
+        model_input=SimpleNamespace(attention=attention),
+        sampled=None,
+        draft_sampling=None,
+        guide=None,
+    )
+    none = torch.zeros(0, dtype=torch.int64)
+    chain = DraftChain(recorder, BLOCK_SIZE, MAX_MODEL_LEN)
+    made = chain.extend(step, none, Chosen(none), torch.zeros(0, HIDDEN), STEPS)  # type: ignore[arg-type]
+    assert made.token_ids.shape == (0, STEPS)
+    assert [metadata.slot_mapping.tolist() for _, metadata in recorder.seen] == [[-1]] * 2
+    assert recorder.rows == [(1, 1)] * 2
 
 
 @pytest.fixture(scope="module", params=["mha", "mla"])

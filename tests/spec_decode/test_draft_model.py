@@ -119,6 +119,9 @@ def test_tokens_equal_those_without_speculation(
     for setting in SETTINGS:
         assert generate(engine, params(setting)) == expected(target, setting), setting
     assert stats_of(engine).num_drafts > 0
+    # It reads tokens alone, so the target's last layer computes only the rows of logits.
+    worker: Any = engine.engine.core.executor
+    assert worker.inputs._selects_rows
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,15 @@ def test_a_dropped_text_has_no_vote() -> None:
     assert [run[0] for run in index.followers([1, 2, 3], 1)] == [8]
 
 
+def test_what_follows_a_dropped_text_is_found_from_its_first_token_on() -> None:
+    index = SuffixIndex()
+    for text in ([1, 2, 3], [7, 8, 9], list(range(20, 60))):
+        index.extend(text)
+        index.end_text()
+    index.drop_text()
+    assert list(index.followers([7], 2)) == [(8, 9)]
+
+
 def test_memory_grows_with_tokens_only() -> None:
     """And is given back."""
     rng = Random(0)

@@ -47,6 +47,10 @@ S = {"type": "string"}
         ({"type": "integer", "minimum": 5, "maximum": 3}, "no integer has 'minimum' and 'maximum'"),
         ({"type": "number", "multipleOf": 0.01}, "'multipleOf'"),
         ({"type": "integer", "multipleOf": 5, "minimum": 3}, "'multipleOf' beside 'minimum'"),
+        (
+            {"type": "integer", "multipleOf": 5, "minimum": -9999, "maximum": 9999},
+            "'multipleOf' beside 'minimum'",
+        ),
         ({"type": "string", "format": "email", "maxLength": 5}, "'format' .* beside 'maxLength'"),
         ({"patternProperties": {"^a": S}, "properties": {"a": S}}, "'patternProperties' beside"),
         ({"type": "object", "additionalProperties": S, "minProperties": 2}, "'minProperties'"),
