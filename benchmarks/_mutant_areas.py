@@ -50,7 +50,9 @@ AREAS = (
         [
             "atom/model_engine/scheduler.py",
             "atom/model_engine/sequence.py",
-            "atom/model_engine/scheduling/*.py",
+            # But for the prefix cache and the manager of blocks, which are the pool's.
+            "atom/model_engine/scheduling/[!kp]*.py",
+            "atom/model_engine/scheduling/planned_batch.py",
         ],
         [
             "model_engine/test_scheduler*.py",

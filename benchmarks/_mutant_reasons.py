@@ -113,6 +113,30 @@ _REASONS: dict[tuple[str, str, str, str], str] = {
         "0",
         "(-1)",
     ): "a sequence that runs again restarts first, which makes its window empty",
+    (
+        "sampling/sampler.py",
+        "Sampler.lay_out",
+        "self._synthetic is not None and layout.most",
+        "(self._synthetic is not None)",
+    ): "without drafts none is accepted, whatever their share",
+    (
+        "spec_decode/proposers/block_draft.py",
+        "",
+        "False",
+        "(True)",
+    ): "images are prepared for a draft that does not read them",
+    (
+        "structured_output/schema/patterns.py",
+        "_Parser._class",
+        "0",
+        "(1)",
+    ): "both ends of a range of one character are the same",
+    (
+        "entrypoints/parsing/deltas.py",
+        "",
+        "True",
+        "(False)",
+    ): "nothing writes to it, as the type checker sees, or asks whether it may",
 }
 
 

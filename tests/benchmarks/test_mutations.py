@@ -116,7 +116,10 @@ class A:
 
 
 def test_every_area_has_files_and_tests(benchmark_module: Load) -> None:
-    for area in benchmark_module("_mutant_areas").AREAS:
+    areas = benchmark_module("_mutant_areas").AREAS
+    parts = [(file, area.checks) for area in areas for file in area.files(ROOT)]
+    assert len(set(parts)) == len(parts)
+    for area in areas:
         assert area.files(ROOT)
         assert area.test_files(ROOT)
         for pattern in area.sources:

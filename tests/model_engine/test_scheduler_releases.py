@@ -12,6 +12,7 @@ from atom.batch import (
     SequenceResult,
     StepOutput,
 )
+from atom.model_engine.scheduling.suspects import Suspects
 from atom.model_engine.sequence import LaunchedParts
 
 
@@ -73,6 +74,34 @@ def test_drafts_accepted_before_a_failure_count_and_their_tokens_are_dropped() -
     assert stats.accepted_counts == [0, 1, 0]
     assert bench.pool.num_used == 0
     bench.scheduler.check_integrity()
+
+
+def test_suspects_that_fail_again_stand_in_smaller_groups_only() -> None:
+    bench = Bench()
+    for id in "abcd":
+        bench.add(id, tokens(ord(id), 4))
+    a, b, c, d = bench.scheduler._live.values()
+    suspects = Suspects()
+    suspects.add([a, b, c, d], one_by_one=False)
+    assert [[*group] for group in suspects.groups] == [["a", "b"], ["c", "d"]]
+    suspects.add([a, b], one_by_one=False)
+    assert [[*group] for group in suspects.groups] == [["a"], ["b"], ["c", "d"]]
+    suspects.add([c, d], one_by_one=True)
+    assert [[*group] for group in suspects.groups] == [["c"], ["d"], ["a"], ["b"]]
+
+
+def test_drafts_keep_their_source_until_they_are_verified() -> None:
+    bench = Bench(lookahead=Lookahead(2))
+    bench.add("a", tokens(100, 4), max_tokens=20)
+    first = bench.scheduler.schedule()
+    made = SequenceResult([A], draft_token_ids=[A, A], draft_source="lookup")
+    bench.scheduler.update(first, StepOutput([made]))
+    second = bench.scheduler.schedule()
+    assert (second.sequences[0].num_drafts, second.sequences[0].draft_source) == (2, "lookup")
+    bench.scheduler.update(second, StepOutput([SequenceResult([A, A])]))
+    stats = bench.scheduler.stats().spec_decode
+    assert stats is not None
+    assert stats.by_source["lookup"].num_accepted_tokens == 1
 
 
 def test_no_more_than_two_batches_are_in_flight() -> None:

@@ -35,6 +35,7 @@ SHORT = [
         ('root ::= (("a" [b] [c]* x)) (=("long" "ahead"))\nx ::= ("" | ("no\\"t"))\n', 5),
         ("root ::= ((x{5, 9} x))\nx ::= ((y{0, 3} z))\ny ::= ((y))\nz ::= ([a-z])\n", math.inf),
         ("root ::= ((x{5, 9} x))\nx ::= (([a]))\n", 24),
+        ('root ::= (("a" ("b" | "ccc") ("ddddd")))\n', 7),
         ('root ::= TagDispatch(\n  ("<", tag),\n  excludes=(")")\n)\ntag ::= (("end"))\n', 3),
     ],
 )

@@ -46,6 +46,10 @@ S = {"type": "string"}
         ({"type": "text"}, "'type' must be one of null, .*, got 'text'"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "no integer has 'minimum' and 'maximum'"),
         ({"type": "number", "multipleOf": 0.01}, "'multipleOf'"),
+        (
+            {"type": "object", "propertyNames": {"pattern": "a", "type": "integer"}},
+            "'propertyNames' must say a pattern or a length",
+        ),
         ({"type": "integer", "multipleOf": 5, "minimum": 3}, "'multipleOf' beside 'minimum'"),
         (
             {"type": "integer", "multipleOf": 5, "minimum": -9999, "maximum": 9999},

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from atom.messages import EngineRequest, FinishReason, SequenceOutput, TokenLogprobs
 from atom.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from atom.sampling_params import SamplingParams
+from atom.stats import SpecDecodeCounter
 from atom.text.observer import FinishedRequest
 from atom.text.output_processor import OutputProcessor, child_seed
 from atom.text.prepared_params import PreparedParams
@@ -329,6 +330,19 @@ def test_abort(harness: Harness) -> None:
     assert harness.step(ids[1], "late") is None
     assert harness.processor.abort("r") == []
     assert harness.observer.finished == [("abort", 3, 4)]
+
+
+def test_a_request_that_starts_again_warns_of_no_drafts(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That is the engine's, which sees those of all requests."""
+    harness.add()
+    harness.processor.restart("r")
+    (state,) = harness.processor._requests.values()
+    state.spec_decode.count(3, 0, "eagle3", 100_000)
+    assert not caplog.records
+    SpecDecodeCounter().count(3, 0, "eagle3", 100_000)
+    assert caplog.records
 
 
 def test_engine_side_abort_flushes(harness: Harness) -> None:

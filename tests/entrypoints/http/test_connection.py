@@ -242,8 +242,12 @@ async def test_a_reader_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
     writer.write(b"GET / HTTP/1.1\r\n\r\n")
     while not state.tasks:
         await asyncio.sleep(0.01)
+    (served,) = state.connections
     while state.connections:
         await asyncio.sleep(0.01)
+    assert isinstance(served, BoundedProtocol)
+    assert served._unread is None
+    assert served._arrival is None
     writer.close()
     server.close()
     while state.tasks:

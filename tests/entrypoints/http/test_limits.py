@@ -231,6 +231,15 @@ def test_parts_are_counted_outside_of_strings(value: Any, slice_bytes: int, is_a
             JsonBudget().spend(data)
 
 
+def test_values_are_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = b'[1,{"a":",,","b":2},3]'
+    monkeypatch.setattr(json_budget, "MAX_JSON_VALUES", 3)
+    JsonBudget().spend(data)
+    monkeypatch.setattr(json_budget, "MAX_JSON_VALUES", 2)
+    with pytest.raises(ApiError):
+        JsonBudget().spend(data)
+
+
 HUGE = "h" * 100_000
 HUGE_PART = [{"role": "user", "content": [{"type": HUGE}]}]
 DIGITS = 10**4000

@@ -334,6 +334,20 @@ def test_harmony_thoughts_and_calls_together() -> None:
         assert (message.reasoning_content, message.content) == (None, "why")
 
 
+def test_a_harmony_message_may_lack_its_head() -> None:
+    for chunks in cuttings("<|message|>hello<|end|>"):
+        for parser in ("gpt_oss", None):
+            message = read(ChatOutputParser(parser, "gpt_oss", TOOLS, False), chunks)
+            assert (message.reasoning_content, message.content) == (None, "hello")
+
+
+def test_a_key_without_a_value_makes_no_call() -> None:
+    call = '{"name", "name": "f", "arguments": {"count": 1}}'
+    for chunks in cuttings(f"<tool_call>{call}</tool_call>x"):
+        message = read(ChatOutputParser("hermes", None, TOOLS, False), chunks)
+        assert (message.content, message.tool_calls) == (f"{call}x", [])
+
+
 def _repeating(text: str, reason: str = "stop") -> tuple[list[str], str | None]:
     """The arguments of the calls of f that remain, and the reason that the answer gives."""
     found: Any = None

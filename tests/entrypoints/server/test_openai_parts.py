@@ -119,6 +119,12 @@ async def test_a_stalled_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert (await _post(upload())).status_code == 413
 
 
+def test_fields_are_named_by_their_path() -> None:
+    names = ("messages", 0, "content", "list[ContentPart]", 1, "<lambda>", "image_url", "str")
+    assert body_module._path(names) == "messages[0].content[1].image_url"
+    assert body_module._path(("tools",)) == "tools"
+
+
 async def test_a_room_may_be_full() -> None:
     room = BodyRoom(10)
     with room.share() as take:
