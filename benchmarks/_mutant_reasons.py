@@ -137,6 +137,18 @@ _REASONS: dict[tuple[str, str, str, str], str] = {
         "True",
         "(False)",
     ): "nothing writes to it, as the type checker sees, or asks whether it may",
+    (
+        "entrypoints/parsing/calls/parameter_schemas.py",
+        "ParameterSchemas.types",
+        "0",
+        "(-1)",
+    ): "one level more of schemas is looked through, of as many as nobody writes",
+    (
+        "entrypoints/http/json_budget.py",
+        "",
+        "16",
+        "(15)",
+    ): "the size of a slice, on which no count depends",
 }
 
 

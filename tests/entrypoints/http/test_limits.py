@@ -231,6 +231,12 @@ def test_parts_are_counted_outside_of_strings(value: Any, slice_bytes: int, is_a
             JsonBudget().spend(data)
 
 
+def test_a_body_may_have_65536_parts() -> None:
+    JsonBudget().spend(b"[" * 65_536)
+    with pytest.raises(ApiError, match="more than 65536 objects, arrays and keys"):
+        JsonBudget().spend(b"[" * 65_537)
+
+
 def test_values_are_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     data = b'[1,{"a":",,","b":2},3]'
     monkeypatch.setattr(json_budget, "MAX_JSON_VALUES", 3)

@@ -231,6 +231,18 @@ def test_each_field_is_logged_once(
     ]
 
 
+def test_the_log_takes_so_many_kinds_of_fields(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unknown_fields, "_logged", set())
+    monkeypatch.setattr(unknown_fields, "MAX_LOGGED_KINDS", 2)
+    fields = UnknownFields(refuses=False)
+    for name in "abc":
+        fields.ignore(name)
+    assert [r.message.partition("'")[2][:2] for r in caplog.records] == ["a ", "b "]
+    assert fields.ignored == ["a", "b", "c"]
+
+
 def test_names_in_headers_are_plain_and_few(scripted: ScriptedServer) -> None:
     answer = scripted.post(CHAT, json={"messages": USER, "a\r\nb: 的": 1, "x" * 500: 1})
     names = answer.headers[IGNORED_FIELDS_HEADER].split(", ")
