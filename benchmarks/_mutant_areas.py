@@ -190,6 +190,8 @@ AREAS = (
         [
             "model_loader/test_*.py",
             "models/test_config_check.py",
+            "models/test_models_page.py",
+            "fuzz/test_greedy_templates.py",
         ],
     ),
     Area("canary", ["atom/kv_cache/canary.py"], ["kv_cache/test_canary*.py"]),

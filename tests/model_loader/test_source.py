@@ -12,6 +12,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
 from atom.config import ConfigError, ModelOptions
@@ -181,6 +182,18 @@ def test_the_stored_dtype_when_none_is_stated(folder: Path) -> None:
     weights = {k: v.half() if v.dim() > 1 else v.clone() for k, v in weights.items()}
     save_file(weights, folder / "model.safetensors")
     assert resolve(folder).default_dtype == torch.float16
+
+
+def test_a_head_of_other_values_is_not_tied(folder: Path) -> None:
+    change_json(folder / "config.json", tie_word_embeddings=True)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    embedding = torch.arange(12.0).reshape(4, 3)
+    tensors = {"model.embed_tokens.weight": embedding}
+    for head, is_tied in ((None, True), (embedding.clone(), True), (embedding + 1, False)):
+        own = {} if head is None else {"lm_head.weight": head}
+        save_file({**tensors, **own}, folder / "model.safetensors")
+        assert resolve(folder).hf_config.tie_word_embeddings is is_tied
 
 
 def test_unsupported_dtypes(folder: Path) -> None:
