@@ -12,7 +12,7 @@ import torch
 from draft_bench import HIDDEN, MHA, MLA, VOCAB, DraftBench, draft_tensors, load, write_draft
 
 from atom.model_ops.attention.metadata import AttentionMetadata, SamplingMetadata
-from atom.spec_decode.proposers.base import Chosen, Guide, together
+from atom.spec_decode.proposers.base import Chosen, Guide, NullProposer, together
 from atom.spec_decode.proposers.chain_proposer import ChainProposer, ChainStart, DraftChain
 from atom.spec_decode.proposers.choice import DraftSampler
 from atom.spec_decode.proposers.eagle3 import Eagle3Chain
@@ -25,7 +25,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, AttentionMetadata]] = []
-        self.rows: list[tuple[int, int]] = []
+        self.rows: list[tuple[int, ...]] = []
 
     def __call__(
         self,
@@ -39,7 +39,7 @@ class Recorder:
     ) -> tuple[Chosen, torch.Tensor]:
         assert place == len(self.seen) + 1
         self.seen.append((positions, metadata))
-        self.rows.append((len(token_ids), len(hidden)))
+        self.rows.append((len(token_ids), *hidden.shape))
         return Chosen(token_ids + 1), hidden
 
 
@@ -118,6 +118,11 @@ def test_the_longest_context_is_that_of_the_last_step(longest: int, told: int) -
     assert [metadata.max_context_len for _, metadata in recorder.seen] == [told] * STEPS
 
 
+def test_nobody_proposes_no_draft_of_each_sequence() -> None:
+    step = SimpleNamespace(next_token_ids=torch.zeros(5).long(), last_rows=torch.tensor([1, 4]))
+    assert NullProposer().propose(step, 0).token_ids.shape == (2, 0)  # type: ignore[arg-type]
+
+
 def test_without_sequences_a_row_is_computed_that_writes_nothing() -> None:
     """Other ranks wait for the experts of each step."""
     recorder = Recorder()
@@ -137,7 +142,7 @@ def test_without_sequences_a_row_is_computed_that_writes_nothing() -> None:
     made = chain.extend(step, none, Chosen(none), torch.zeros(0, HIDDEN), STEPS)  # type: ignore[arg-type]
     assert made.token_ids.shape == (0, STEPS)
     assert [metadata.slot_mapping.tolist() for _, metadata in recorder.seen] == [[-1]] * 2
-    assert recorder.rows == [(1, 1)] * 2
+    assert recorder.rows == [(1, 1, HIDDEN)] * 2
 
 
 @pytest.fixture(scope="module", params=["mha", "mla"])
