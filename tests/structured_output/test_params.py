@@ -11,6 +11,7 @@ from atom import SamplingParams, StructuredOutput
 from atom.messages import EngineRequest
 from atom.model_engine.processes import wire
 from atom.structured_output import params
+from atom.structured_output.outputs_params import structural_tag
 from atom.structured_output.params import MAX_CHARACTERS
 
 S = {"type": "string"}
@@ -162,3 +163,13 @@ def test_what_was_checked_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) 
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(wanted), type=StructuredOutput)
     assert again == wanted
     assert len(checked) == 1
+
+
+def test_a_structural_tag_may_have_as_many_characters_as_others() -> None:
+    def tag(size: int) -> dict[str, str]:
+        return {"type": "const_string", "value": "x" * size}
+
+    room = MAX_CHARACTERS - len(structural_tag(tag(0)).value)
+    assert len(structural_tag(tag(room)).value) == MAX_CHARACTERS
+    with pytest.raises(ValueError, match=f"at most {MAX_CHARACTERS} are supported"):
+        structural_tag(tag(room + 1))
