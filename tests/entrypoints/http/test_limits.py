@@ -237,6 +237,13 @@ def test_a_body_may_have_65536_parts() -> None:
         JsonBudget().spend(b"[" * 65_537)
 
 
+def test_text_within_a_body_spends_of_its_budget() -> None:
+    budget = JsonBudget()
+    assert budget.loads("[" + "[]," * 40_000 + "[]]")[-1] == []
+    with pytest.raises(ApiError, match="more than 65536 objects, arrays and keys"):
+        budget.loads("[" + "[]," * 40_000 + "[]]")
+
+
 def test_values_are_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     data = b'[1,{"a":",,","b":2},3]'
     monkeypatch.setattr(json_budget, "MAX_JSON_VALUES", 3)
