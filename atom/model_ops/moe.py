@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from atom.config import ConfigError
 from atom.model_ops.expert_parallel import HeldExperts, create_spread
 from atom.model_ops.gates import SILU, ClampedGate, Gate, SiluGate, gate_shape
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import share_of, stack
+from atom.model_ops.quant.base import QuantConfig, QuantMethod, SplitsLayers
 from atom.model_ops.quant.inputs import resolve_product, take_weights
 from atom.model_ops.quant.rounding import InputRounding, QuantInputs, Rows
 from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
@@ -32,12 +35,36 @@ _PLAIN = "shared_"
 _STACKED_TENSOR = re.compile(r"(gate_up_proj|down_proj)(?:_(\w+))?")
 
 
+def expert_methods(
+    quant: QuantConfig, prefix: str, experts: Sequence[str]
+) -> dict[str, QuantMethod | None]:
+    """How `w13` and `w2` of these experts are stored: alike, unless the checkpoint's format says of
+    each matrix by itself how it is.
+
+    Raises:
+        ConfigError: when one is quantised and the other is not, or experts differ.
+    """
+    names: dict[str, list[str]] = {}
+    for part, matrix in _MATRICES.items():
+        names.setdefault(matrix, []).extend(f"{expert}.{part}" for expert in experts)
+    every = [name for own in names.values() for name in own]
+    if not (isinstance(quant, SplitsLayers) and quant.splits(every)):
+        return dict.fromkeys(names, quant.method_for(prefix, every, "experts"))
+    found = {matrix: quant.method_for(prefix, own, "experts") for matrix, own in names.items()}
+    if plain := [matrix for matrix, method in found.items() if method is None]:
+        raise ConfigError(
+            f"{prefix}: {plain[0]} alone of w13 (gate and up) and w2 (down) is not quantised; both "
+            f"have to be, or neither"
+        )
+    return found
+
+
 def is_only_shared_plain(context: LayerContext, prefix: str, shared: str) -> bool:
     """Whether routed experts `prefix` are quantised, and the shared one is not."""
     quant = context.quant
-    routed = quant.method_for(prefix, [f"{prefix}.0.{part}" for part in _MATRICES], "experts")
+    routed = expert_methods(quant, prefix, [f"{prefix}.0"])
     alone = (quant.method_for(f"{shared}.{part}") for part in _MATRICES)
-    return routed is not None and not any(alone)
+    return all(routed.values()) and not any(alone)
 
 
 class TopKRouter(nn.Module):
@@ -143,11 +170,11 @@ class FusedMoE(nn.Module):
             **stack({"gate_proj": share, "up_proj": share}, hidden_size),
             "down_proj": Part(Cut.whole(hidden_size), share),
         }
-        names = [f"{expert}.{part}" for expert in experts for part in self._parts]
-        method = context.quant.method_for(prefix, names, "experts")
+        methods = expert_methods(context.quant, prefix, experts)
+        count = self._held.count
         try:
             self._storages = {
-                matrix: MatrixStorage(self, parts, method, context, f"{matrix}_", self._held.count)
+                matrix: MatrixStorage(self, parts, methods[matrix], context, f"{matrix}_", count)
                 for matrix, parts in self._matrices()
             }
             if self._has_plain:
@@ -164,11 +191,12 @@ class FusedMoE(nn.Module):
         if self._is_clamped:
             self.w13_bias = context.empty(self._held.count, 2 * share.size)
             self.w2_bias = context.empty(self._held.count, hidden_size)
-        form = self._storages["w13"].format
+        form, down = (storage.format for storage in self._storages.values())
         self.choice = resolve_product(
             "moe_experts",
             form,
             context,
+            None if down == form else down,
             num_experts=self._held.count + self._has_plain,
             top_k=visits,
             elsewhere=self._held.elsewhere,
@@ -333,7 +361,8 @@ class FusedMoE(nn.Module):
         if self._is_clamped and not self._adds_bias:
             self.w2_bias.data.zero_()
         if w13.format is not None:
-            self._prepared = take_weights(w13, self.choice), take_weights(w2, self.choice)
+            second = take_weights(w2, self.choice, is_down=True)
+            self._prepared = take_weights(w13, self.choice), second
             if self.choice.prepare is not None:
                 self._prepared = self.choice.prepare(*self._prepared, self._dtype)
             if self._has_plain:

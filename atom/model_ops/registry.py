@@ -36,6 +36,7 @@ class OpQuery:
         shape: relevant sizes by name (`head_dim`, `in_features`, ...).
         storage: dtype of the KV cache, for ops that use one.
         weights: format of quantised weights, for ops that read them.
+        down_weights: that of experts' second matrices where it is another one.
         batch_invariant: whether a row's result must not depend on its batch.
     """
 
@@ -44,6 +45,7 @@ class OpQuery:
     shape: Mapping[str, int]
     storage: torch.dtype | None = None
     weights: WeightFormat | None = None
+    down_weights: WeightFormat | None = None
     batch_invariant: bool = False
 
 
@@ -66,6 +68,8 @@ class Implementation:
             prepared weights say in `rounding`.
         takes_plain: whether prepared weights of quantised experts have a field `plain` for the
             matrix [out, inputs] of one more expert, behind the last, that is not quantised.
+        takes_mixed: whether both matrices of experts may have formats of their own; so they may
+            where weights are dequantised.
         load_into: imports and returns the function that writes its result to one more argument,
             [rows, out_features] with rows that may lie apart; None if there is none.
         load_staging: imports and returns, for a sum over the ranks, the function that gives memory
@@ -82,6 +86,7 @@ class Implementation:
     batch_invariant: bool = False
     takes_rounded: Callable[[OpQuery], bool] = lambda _: False
     takes_plain: bool = False
+    takes_mixed: bool = False
     load_into: Callable[[], Any] | None = None
     load_staging: Callable[[], Any] | None = None
 
@@ -89,6 +94,8 @@ class Implementation:
         """Why it is not chosen; None if it can be."""
         if query.batch_invariant and not self.batch_invariant:
             return "not batch-invariant"
+        if query.down_weights is not None and not (self.takes_mixed or self.dequantises):
+            return f"reads experts in one format, not with {query.down_weights} down"
         return self.supports(query)
 
 
@@ -157,20 +164,35 @@ class OpTable:
         return self._plain_choice(op, self._query(dtype, shape, storage)).function
 
     def resolve_weights(
-        self, op: str, dtype: torch.dtype, weights: WeightFormat | None, /, **shape: int
+        self,
+        op: str,
+        dtype: torch.dtype,
+        weights: WeightFormat | None,
+        down: WeightFormat | None = None,
+        /,
+        **shape: int,
     ) -> OpChoice:
         """The choice for an op on weights, whose `prepare` converts them once after loading.
+
+        Args:
+            down: `OpQuery.down_weights`.
 
         Raises:
             OpUnavailableError: when there is none, or an override cannot be honoured.
         """
-        return self._plain_choice(op, self._query(dtype, shape, weights=weights))
+        return self._plain_choice(op, self._query(dtype, shape, None, weights, down))
 
     def consider(
-        self, op: str, dtype: torch.dtype, weights: WeightFormat, /, **shape: int
+        self,
+        op: str,
+        dtype: torch.dtype,
+        weights: WeightFormat,
+        down: WeightFormat | None = None,
+        /,
+        **shape: int,
     ) -> OpChoice:
         """What `resolve_weights` would choose; it is not recorded."""
-        return self._choose(op, self._query(dtype, shape, weights=weights), PLAIN)
+        return self._choose(op, self._query(dtype, shape, None, weights, down), PLAIN)
 
     def _query(
         self,
@@ -178,11 +200,13 @@ class OpTable:
         shape: Mapping[str, int],
         storage: torch.dtype | None = None,
         weights: WeightFormat | None = None,
+        down: WeightFormat | None = None,
     ) -> OpQuery:
-        return OpQuery(self.platform, dtype, shape, storage, weights, self.batch_invariant)
+        return OpQuery(self.platform, dtype, shape, storage, weights, down, self.batch_invariant)
 
     def _plain_choice(self, op: str, query: OpQuery) -> OpChoice:
-        key = (op, query.dtype, query.storage, query.weights, *sorted(query.shape.items()))
+        formats = query.weights, query.down_weights
+        key = (op, query.dtype, query.storage, *formats, *sorted(query.shape.items()))
         if key not in self._choices:
             self._choices[key] = self._choose(op, query, PLAIN)
         return self._choices[key]

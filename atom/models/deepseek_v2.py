@@ -26,7 +26,7 @@ from atom.model_ops.linear import (
     RowParallelLinear,
     share_of,
 )
-from atom.model_ops.moe import FusedMoE, TopKRouter
+from atom.model_ops.moe import FusedMoE, TopKRouter, expert_methods
 from atom.model_ops.quant.base import are_alike
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rank_sums import SumInput
@@ -389,12 +389,11 @@ def shared_expert_joins(config: PretrainedConfig, context: LayerContext, prefix:
         return False
     quant = context.quant
     parts = ("gate_proj", "up_proj", "down_proj")
-    routed = quant.method_for(
-        f"{prefix}.experts", [f"{prefix}.experts.0.{part}" for part in parts], "experts"
-    )
+    methods = expert_methods(quant, f"{prefix}.experts", [f"{prefix}.experts.0"])
+    routed, down = methods.values()
     shared = [quant.method_for(f"{prefix}.shared_experts.{part}") for part in parts]
-    if routed is None or any(shared):
-        return are_alike(routed, *shared)
+    if routed is None or any(shared) or not are_alike(routed, down):
+        return are_alike(routed, down, *shared)
     size = share_of(context.group, config.moe_intermediate_size, "moe_intermediate_size").size
     choice = context.ops.consider(
         "quant_experts",

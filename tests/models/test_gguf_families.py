@@ -419,6 +419,34 @@ def test_experts_keep_their_blocks(
     assert (found - expected).abs().median() < 0.02
 
 
+@pytest.mark.parametrize("activations", ["float", "auto"])
+def test_experts_second_matrices_may_be_of_another_type(
+    activations: str,
+    tmp_path: Path,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in Q4_K_M files, half of whose layers have them in Q6_K."""
+    sizes = {"moe_intermediate_size": 32, "norm_topk_prob": True}
+    checkpoint = write_family("qwen3_moe", tmp_path / "checkpoint", hidden_size=64, **sizes)
+    byte_level_tokenizer.save_pretrained(checkpoint.folder)
+    kinds = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0
+    path = write_file(tmp_path / "model.gguf", "qwen3moe", checkpoint, kinds[0], down=kinds[1])
+    tokens, options = prompt(24), {"tokenizer": str(checkpoint.folder), "activations": activations}
+    kept = ModelBench(path, **options)
+    experts = kept.model.model.layers[0].mlp.experts
+    assert experts.choice.query.weights.codes == "int4"
+    assert experts.choice.query.down_weights.codes == "int8"
+    found = kept.run(tokens, [24])
+    plain = ModelBench(path, tokenizer=str(checkpoint.folder), quantization="none")
+    assert (found - plain.run(tokens, [24])).abs().median() < 0.02
+    monkeypatch.setenv("ATOM_OP_QUANT_EXPERTS", "torch")
+    other = ModelBench(path, **options)
+    assert other.model.model.layers[0].mlp.experts.choice.dequantises
+    near = 1e-4 if activations == "float" else 0.05
+    torch.testing.assert_close(found, other.run(tokens, [24]), atol=near, rtol=0)
+
+
 def write_file(
     path: Path,
     name: str,
@@ -428,8 +456,10 @@ def write_file(
     splits_up: bool = True,
     gating: int = 2,
     finetuned: bool | None = None,
+    down: GGMLQuantizationType | None = None,
 ) -> Path:
     """Args:
+    down: of the experts' second matrices, if it is another kind.
     prediction: tensors of prediction layers.
     splits_up: whether the up-projections of latents are two tensors, as they are since 2025-04.
     finetuned: whether the model was trained further after its rotation was scaled.
@@ -513,6 +543,8 @@ def write_file(
         # llama.cpp leaves routers and biases as they are.
         is_plain = values.ndim == 1 or "ffn_gate_inp" in tensor_name or ".bias" in tensor_name
         stored = GGMLQuantizationType.F32 if is_plain else kind
+        if down is not None and "ffn_down_exps" in tensor_name:
+            stored = down
         raw = quantize(np.ascontiguousarray(values), stored)
         writer.add_tensor(tensor_name, raw, raw_dtype=stored)
     writer.write_header_to_file()

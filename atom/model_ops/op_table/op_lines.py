@@ -32,6 +32,7 @@ def kernel(
     batch_invariant: bool = False,
     takes_rounded: str | None = None,
     takes_plain: bool = False,
+    takes_mixed: bool = False,
     into: str | None = None,
     staging: str | None = None,
 ) -> Implementation:
@@ -49,6 +50,7 @@ def kernel(
         takes_rounded: path of a function that says whether a norm may round the inputs, as prepared
             weights say; None if it may not.
         takes_plain: whether one expert may be unquantised, as `plain` of prepared weights.
+        takes_mixed: whether both matrices of experts may have formats of their own.
         into: path of the function that writes its result to one more argument; None without one.
         staging: path of the function that gives memory which a sum over the ranks reads without a
             copy; None without one.
@@ -75,6 +77,7 @@ def kernel(
         batch_invariant,
         lambda query: takes_rounded is not None and find(takes_rounded)(query),
         takes_plain,
+        takes_mixed,
         None if into is None else lambda: find(into),
         None if staging is None else lambda: find(staging),
     )

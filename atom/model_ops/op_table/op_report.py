@@ -80,6 +80,8 @@ def _asked(query: OpQuery) -> list[str]:
         said.append(f"cache={_short(query.storage)}")
     if query.weights is not None:
         said.append(f"weights=[{query.weights}]")
+    if query.down_weights is not None:
+        said.append(f"down=[{query.down_weights}]")
     return said + [f"{name}={value}" for name, value in query.shape.items()]
 
 
@@ -109,6 +111,7 @@ def _values(queries: Sequence[OpQuery]) -> Mapping[str, Mapping[str, None]]:
             "dtype": _short(query.dtype),
             "cache": _short(query.storage),
             "weights": f"[{query.weights}]",
+            "down": f"[{query.down_weights}]",
             **query.shape,
         }
         for name, value in properties.items():

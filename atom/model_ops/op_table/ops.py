@@ -350,6 +350,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "native.quant.experts:quant_experts",
             "native.quant.experts:refuses",
             prepare="native.quant.experts:prepare",
+            takes_mixed=True,
         ),
         invariant(
             "native.quant.experts:dense_experts",

@@ -20,7 +20,12 @@ _INTEGERS = ("int4", "int6", "int8")
 
 
 def resolve_product(
-    op: str, form: WeightFormat | None, context: LayerContext, /, **shape: int
+    op: str,
+    form: WeightFormat | None,
+    context: LayerContext,
+    down: WeightFormat | None = None,
+    /,
+    **shape: int,
 ) -> OpChoice:
     """The choice for `op`, or for that of weights which are quantised to `form`.
 
@@ -29,6 +34,7 @@ def resolve_product(
     scale per token is enough then to lose nothing.
 
     Args:
+        down: that of experts' second matrices where it is another one.
         shape: as the op has it.
 
     Raises:
@@ -39,26 +45,30 @@ def resolve_product(
     if form is None:
         return ops.resolve_weights(op, dtype, None, **shape)
     op = _OF_QUANTISED[op]
+    forms = [form] if down is None else [form, down]
     if wanted == "int8":
-        form = _with_int8(form, ops.platform.kind)
-    elif wanted == "float" and form.activations is not None:
-        raise ConfigError(
-            f"the checkpoint says that its inputs are rounded to {form.activations}; leave "
-            f"--activations float out"
-        )
-    elif wanted == "auto" and ops.platform.kind == "cpu" and _is_weight_only(form):
-        rounded = replace(form, activations=wide_inputs(form))
+        forms = [_with_int8(each, ops.platform.kind) for each in forms]
+    elif wanted == "float":
+        for each in forms:
+            _check_float(each)
+    elif wanted == "auto" and ops.platform.kind == "cpu" and all(map(_is_weight_only, forms)):
+        rounded = [replace(each, activations=wide_inputs(each)) for each in forms]
         if _keeps_codes(op, rounded, context, **shape):
-            form = rounded
-    return ops.resolve_weights(op, dtype, form, **shape)
+            forms = rounded
+    return ops.resolve_weights(op, dtype, *forms, **shape)
 
 
-def take_weights(storage: MatrixStorage, choice: OpChoice) -> QuantWeights:
-    """The converted weights of a layer, with the inputs of the choice that was made for it."""
+def take_weights(storage: MatrixStorage, choice: OpChoice, is_down: bool = False) -> QuantWeights:
+    """The converted weights of a layer, with the inputs of the choice that was made for it.
+
+    Args:
+        is_down: whether they are experts' second matrices.
+    """
     weights = storage.take()
-    assert choice.query.weights is not None
-    activations = choice.query.weights.activations
-    return replace(weights, format=replace(weights.format, activations=activations))
+    query = choice.query
+    form = (query.down_weights if is_down else None) or query.weights
+    assert form is not None
+    return replace(weights, format=replace(weights.format, activations=form.activations))
 
 
 def int8_inputs(form: WeightFormat) -> WeightFormat:
@@ -73,12 +83,22 @@ def wide_inputs(form: WeightFormat) -> Activations:
     return Activations("int12" if form.codes == "int4" else "int16")
 
 
-def _keeps_codes(op: str, form: WeightFormat, context: LayerContext, /, **shape: int) -> bool:
+def _keeps_codes(
+    op: str, forms: list[WeightFormat], context: LayerContext, /, **shape: int
+) -> bool:
     """Whether such weights would be multiplied as they are stored."""
     try:
-        return not context.ops.consider(op, context.dtype, form, **shape).dequantises
+        return not context.ops.consider(op, context.dtype, *forms, **shape).dequantises
     except OpUnavailableError:  # with --batch-invariant, say
         return False
+
+
+def _check_float(form: WeightFormat) -> None:
+    if form.activations is not None:
+        raise ConfigError(
+            f"the checkpoint says that its inputs are rounded to {form.activations}; leave "
+            f"--activations float out"
+        )
 
 
 def _is_weight_only(form: WeightFormat) -> bool:

@@ -36,17 +36,20 @@ def refuses(query: OpQuery) -> str | None:
     if inter % constant("lanes"):
         return f"intermediate_size={inter} is no multiple of {constant('lanes')}"
     assert query.weights is not None
-    form = packed_form(query.weights)
-    reasons = (pack.refuses_inputs(form, n) for n in (query.shape["hidden_size"], inter))
-    return next((reason for reason in reasons if reason), None)
+    sizes = query.shape["hidden_size"], inter
+    for form, size in zip((query.weights, query.down_weights or query.weights), sizes, strict=True):
+        if reason := pack.refuses_inputs(packed_form(form), size):
+            return reason
+    return None
 
 
 def refuses_dense(query: OpQuery) -> str | None:
     """Why dequantised experts are not for these kernels; None if they are."""
     assert query.weights is not None
-    if query.weights.activations is None:
-        return None
-    return f"leaves inputs as they are, not {query.weights.activations}"
+    for form in filter(None, (query.weights, query.down_weights)):
+        if form.activations is not None:
+            return f"leaves inputs as they are, not {form.activations}"
+    return None
 
 
 def prepare(
