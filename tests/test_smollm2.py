@@ -150,15 +150,20 @@ def test_alone_as_in_a_batch(length: int, prompts: list[list[int]], batched: Bat
     assert alone == batched(length)[few]
 
 
-def test_seeded_sampling_is_the_requests_own(prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    ("count", "length"), [(4, 20), pytest.param(8, 32, marks=pytest.mark.slow)]
+)
+def test_seeded_sampling_is_the_requests_own(
+    count: int, length: int, prompts: list[list[int]]
+) -> None:
     """With a seed the batch, the chunks and speculation change nothing; without, all differ."""
-    seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=20)
+    seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=length)
     llm = create_llm(max_num_batched_tokens=16, method="suffix", num_speculative_tokens=2)
-    together = llm.generate(prompts[:4], seeded, use_tqdm=False)
+    together = llm.generate(prompts[:count], seeded, use_tqdm=False)
     other = create_llm(enable_prefix_caching=False)
     for prompt, output in zip(prompts[:3], together, strict=False):
         alone = other.generate([prompt], seeded, use_tqdm=False)[0]
         assert alone.outputs[0].token_ids == output.outputs[0].token_ids
-    free = SamplingParams(temperature=1.0, max_tokens=20)
+    free = SamplingParams(temperature=1.0, max_tokens=length)
     same_prompt = llm.generate([prompts[2]] * 4, free, use_tqdm=False)
     assert len({tuple(output.outputs[0].token_ids) for output in same_prompt}) == 4
