@@ -154,6 +154,8 @@ class OverlapMachine(SchedulerMachine):
             self.device.windows = self.runner.windows
             self.runner = self.device
             self.flights: deque[tuple[ScheduledBatch, LaunchedStep]] = deque()
+            # Batches in flight, and ids whose owner there is not the one that lives.
+            self.left_behind: list[tuple[ScheduledBatch, str]] = []
 
     def launch(self) -> bool:
         self.prepare()
@@ -198,6 +200,7 @@ class OverlapMachine(SchedulerMachine):
             pass
         for id in self.abort_some(data):
             # The id is free again at once, and its new owner must not get the old one's tokens.
+            self.left_behind += [(batch, id) for batch, _ in self.flights]
             self.submit(id, prompt, params, 0, "s")
         self.collect()
 
@@ -221,7 +224,8 @@ class OverlapMachine(SchedulerMachine):
         self.scheduler.give_back(failed, "it broke" if blames else None)
         self.scheduler.check_integrity()
         self.assert_nothing_held()
-        ids = {s.id for s in failed.sequences if s.id in self.live} if blames else set()
+        others = {id for batch, id in self.left_behind if batch is failed}
+        ids = {s.id for s in failed.sequences if s.id in self.live} - others if blames else set()
         refused = self.scheduler.take_refused()
         assert {r.id for r in refused} == (ids & self.suspects if len(ids) == 1 else set())
         self.suspects |= ids
