@@ -28,6 +28,7 @@ from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter
 from atom.spec_decode.grammar import GrammarDrafts
 from atom.stats import total
+from atom.structured_output import state as grammar_state
 from atom.structured_output.base import Grammar, GrammarError
 from atom.structured_output.cache import GrammarCache
 from atom.structured_output.trials.client import TrialProcess
@@ -57,6 +58,18 @@ MAX_TOKENS = 40
 ONE_PASS = ["peagle", *engines.BLOCK_DRAFTS]
 # Finite only with a text that its request forbids.
 DEAD_END = StructuredOutput.ebnf('root ::= "abc" end | "~"\nend ::= end "d"')
+
+
+LIMITS = ("_STEP_SECONDS", "_SECONDS")
+
+
+@pytest.fixture(autouse=True)
+def own_limits(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Those of a sequence's processor time, which a busy host adds to, are far away; returned."""
+    limits = {name: getattr(grammar_state, name) for name in LIMITS}
+    for name, seconds in limits.items():
+        monkeypatch.setattr(grammar_state, name, 100 * seconds)
+    return limits
 
 
 def params(number: int, **overrides: Any) -> SamplingParams:
@@ -436,10 +449,14 @@ def test_a_grammar_that_takes_too_long_refuses_its_requests(
     assert admitted == ["again"]
 
 
-def test_a_grammar_that_gets_ever_slower_ends_its_own_sequence(targets: Targets) -> None:
+def test_a_grammar_that_gets_ever_slower_ends_its_own_sequence(
+    targets: Targets, own_limits: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each token of it takes about a third longer than the one before."""
     engine = create_engine(targets.folder("llama"))
     (letter,) = engine.engine.tokenizer.encode("a", add_special_tokens=False)
+    for name, seconds in own_limits.items():
+        monkeypatch.setattr(grammar_state, name, seconds)
     slow = SamplingParams(
         max_tokens=40,
         temperature=0,
