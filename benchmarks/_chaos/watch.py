@@ -18,9 +18,6 @@ from _chaos.patience import patient
 # Memory that a server may have more than at first: allocators keep what they had at the peak.
 _RSS_SHARE, _RSS_BYTES = 1.25, 64 * 2**20
 _SETTLE_SECONDS = 60.0
-# A pool's last thread starts when it is first needed: that of slow grammars when a trial is first
-# slow, as it may be on a busy machine. Threads that are left each time are soon more.
-_LATE_THREADS = 1
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,6 @@ class Held:
                 most = 0.0
             elif field.name == "rss":
                 most = then * _RSS_SHARE + _RSS_BYTES
-            elif field.name == "threads":
-                most = then + _LATE_THREADS
             else:
                 most = then
             if now is not None and now > most:
