@@ -75,7 +75,12 @@ class Case:
     def query(self, platform: Platform) -> OpQuery:
         storage = platform.fp8_dtype if isinstance(self.storage, str) else self.storage
         return OpQuery(
-            platform, self.dtype, self.shape, storage, self.weights, self.batch_invariant
+            platform,
+            self.dtype,
+            self.shape,
+            storage,
+            self.weights,
+            batch_invariant=self.batch_invariant,
         )
 
 
