@@ -156,11 +156,22 @@ class Lab:
                     raise RuntimeError(f"{ask.kind} {ask.body}: {outcome.error}")
                 self._right[ask.number] = outcome.said
 
-    async def warm_up(self, running: Running) -> Held:
-        """Let a server meet each kind of request, several at once -> what it holds then."""
+    async def warm_up(self, running: Running, at_once: int = 28) -> Held:
+        """Let a server answer each kind of request, `at_once` of them -> what it holds then.
+
+        Raises:
+            RuntimeError: when it does not answer one: then it has not met its kind.
+        """
         rng = random.Random(0)
-        asks = self.asks[:28]
-        await asyncio.gather(*(run_client(PLAIN, running.port, [ask], rng) for ask in asks))
+        room = asyncio.Semaphore(at_once)
+
+        async def meet(ask: Ask) -> None:
+            async with room:
+                (outcome,) = await run_client(PLAIN, running.port, [ask], rng)
+            if outcome.said is None:
+                raise RuntimeError(f"warm-up, {ask.kind}: {outcome.status} {outcome.error}")
+
+        await asyncio.gather(*(meet(ask) for ask in self.asks[:28]))
         await running.settle()
         # Connections that nobody uses are closed, and idle helpers end.
         await asyncio.sleep(3)

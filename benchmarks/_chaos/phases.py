@@ -97,7 +97,7 @@ async def _overload(lab: Lab, record: Record, count: int) -> None:
     flags += ["--max-waiting-requests", str(_OVERLOAD_WAITING)]
     async with lab.server(*flags) as running:
         record.command = running.server.shown
-        before = await lab.warm_up(running)
+        before = await lab.warm_up(running, _OVERLOAD_RUNNING)
         outcomes = await lab.load(
             record, running.port, count, _OVERLOAD_CLIENTS, allows=_queue_is_full
         )

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
@@ -63,6 +64,18 @@ def test_easy_grammars_pass_hard_ones_which_are_refused(create: CreateCache) -> 
         assert sequence.param == "structured_output"
     assert grammars.num_bytes < 1 << 20
     assert hard(0) not in grammars._known  # another time it may be compiled
+
+
+def test_all_threads_are_there_before_the_first_grammar(create: CreateCache) -> None:
+    before = set(threading.enumerate())
+    grammars = create()
+    started = set(threading.enumerate()) - before
+    names = sorted(thread.name for thread in started)
+    assert names == ["grammar_0", "grammar_1", "slow-grammar_0"]
+    for i in range(4):
+        grammars.get(easy(i))
+    after = {thread for thread in threading.enumerate() if "grammar_" in thread.name} - before
+    assert after == started
 
 
 def request(name: str, wanted: StructuredOutput) -> EngineRequest:

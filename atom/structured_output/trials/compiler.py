@@ -66,9 +66,8 @@ class TriedCompiler:
         self._trials = trials
         self._backend: GrammarBackend | None = None
         self._lock = threading.Lock()
-        # No threads are started before the first task.
-        self._quick = ThreadPoolExecutor(_NUM_QUICK_THREADS, thread_name_prefix="grammar")
-        self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar")
+        self._quick = _started_pool(_NUM_QUICK_THREADS, "grammar")
+        self._slow = _started_pool(1, "slow-grammar")
 
     def submit(self, wanted: StructuredOutput) -> Future[Grammar]:
         job = _Job(wanted, Future())
@@ -155,6 +154,15 @@ class TriedCompiler:
             job.future.set_result(backend.compile(job.wanted))
         except Exception as error:
             job.future.set_exception(error)
+
+
+def _started_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool that starts no thread later, when the engine may have no memory left for one."""
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    all_started = threading.Barrier(num_threads)
+    for _ in range(num_threads):
+        pool.submit(all_started.wait)
+    return pool
 
 
 def _stopped(error: Exception) -> CompileStoppedError:
