@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class OpQuery:
     shape: Mapping[str, int]
     storage: torch.dtype | None = None
     weights: WeightFormat | None = None
+    _: KW_ONLY
     down_weights: WeightFormat | None = None
     batch_invariant: bool = False
 
@@ -202,7 +203,15 @@ class OpTable:
         weights: WeightFormat | None = None,
         down: WeightFormat | None = None,
     ) -> OpQuery:
-        return OpQuery(self.platform, dtype, shape, storage, weights, down, self.batch_invariant)
+        return OpQuery(
+            self.platform,
+            dtype,
+            shape,
+            storage,
+            weights,
+            down_weights=down,
+            batch_invariant=self.batch_invariant,
+        )
 
     def _plain_choice(self, op: str, query: OpQuery) -> OpChoice:
         formats = query.weights, query.down_weights
