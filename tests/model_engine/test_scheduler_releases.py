@@ -141,3 +141,19 @@ def test_what_is_published_and_not_computed_is_noticed() -> None:
     seq.num_published += 1
     with pytest.raises(AssertionError, match="has published 3 blocks of 4 tokens and computed 8"):
         bench.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("depends", [False, True])
+def test_a_block_is_found_by_the_token_behind_it_where_drafts_depend_on_that(depends: bool) -> None:
+    bench = Bench(lookahead=Lookahead(1, kv_depends_on_successor=depends))
+    bench.add("a", tokens(100, 6), max_tokens=5)
+    bench.step()
+    bench.scheduler.check_integrity()
+    (seq,) = bench.scheduler._live.values()
+    assert seq.num_published == 1
+    seq.token_ids[4] += 1
+    if depends:
+        with pytest.raises(AssertionError, match="block 0 is found by a hash that its tokens do"):
+            bench.scheduler.check_integrity()
+    else:
+        bench.scheduler.check_integrity()

@@ -131,6 +131,25 @@ def test_who_lacks_parts_waits_or_is_preempted(caching: bool) -> None:
     assert held(bench) == 0
 
 
+def test_a_suspect_that_finds_no_parts_waits_while_those_that_passed_run_on() -> None:
+    bench = Bench(
+        40, window=WindowLimits(5, 1, 6), max_num_batched_tokens=16, long_prefill_token_threshold=4
+    )
+    for id, count in (("x", 13), ("y", 20), ("z", 4)):
+        bench.add(id, tokens(ord(id), count), max_tokens=6, ignore_eos=True)
+    failed = bench.scheduler.schedule()
+    assert rows(failed) == {"x": (0, 4), "y": (0, 4), "z": (0, 4)}
+    bench.scheduler.give_back(failed, "the step failed")
+    # Of the first half, the one that is computed holds two parts of six, the other one; the rest
+    # of its prompt, of which nothing is cut here, needs four.
+    assert rows(bench.step()[0]) == {"x": (0, 13), "y": (0, 3)}
+    assert held(bench) == 3
+    batch = bench.scheduler.schedule()
+    assert rows(batch) == {"x": (13, 1), "y": (3, 4)}
+    bench.finish(batch)
+    assert {id: len(outputs) for id, outputs in bench.run().items()} == {"x": 4, "y": 6, "z": 6}
+
+
 def test_memory_of_gemma_3_27b() -> None:
     """10 layers without and 52 with a window of 1,024 tokens, 32k contexts, 64 blocks a GB."""
     layer = 16 * 2 * 16 * 128 * 2
