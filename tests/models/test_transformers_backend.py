@@ -45,6 +45,8 @@ TOLERANCE = 1e-4
 LENGTH = 30
 NEW_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+# Of the families, those that our decoder computes.
+OURS = ("cwm", "internlm3", "seed_oss")
 # The others run every night.
 ENGINES = ("olmo3",)
 
@@ -98,7 +100,9 @@ def test_greedy_tokens(
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="atom"):
         patch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(16, 0))
         engine = create_engine(checkpoint.folder, max_model_len=60)
-    assert "run op by op: transformers' modelling code of Olmo3ForCausalLM is" in caplog.text
+    reason = engine.engine.core.executor.parts.model.op_by_op
+    assert (reason is None) == (name in OURS)
+    assert reason is None or f"run op by op: {reason}" in caplog.text
     assert generate(engine, GREEDY, prompts) == expected
     assert engine.engine.core.stats.num_preemptions > 0
     again = engine.generate(prompts[1:], GREEDY, use_tqdm=False)
@@ -187,6 +191,7 @@ def on_meta(
         ("gpt_neox", 0, "no list of layers between an embedding and an RMS norm"),
         ("hyperclovax", 3, "layer 0 has 4 of the expected 2 RMS norms"),
         ("mellum", 0, "its cosines and sines depend on more than positions"),
+        ("olmo", 0, "no list of layers between an embedding and an RMS norm"),  # cuts off queries
     ],
 )
 def test_what_computes_the_same_is_ours(name: str, count: int, reason: str | None) -> None:
@@ -203,6 +208,47 @@ class ScaledLayer(LlamaForCausalLM):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.model.layers[1].register_forward_hook(lambda _, __, out: out * 1.01)
+
+
+class ScaledInPlace(LlamaForCausalLM):
+    """Multiplies what enters its second layer where it lies."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0].mul_(2),))
+
+
+class ScaledByBuffer(LlamaForCausalLM):
+    """Multiplies what leaves its second layer by what only a checkpoint says."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        layer = self.model.layers[1]
+        layer.register_buffer("factor", torch.ones(1))
+        layer.register_forward_hook(lambda _, __, out: out * layer.factor)
+
+
+class LearntRotation(LlamaForCausalLM):
+    """Rotates by what only a checkpoint says."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.rotary_emb._non_persistent_buffers_set.discard("inv_freq")
+
+
+class CutOff(LlamaForCausalLM):
+    """Cuts off large numbers that leave its second layer, or all below 0."""
+
+    least, most = -65000.0, 65000.0
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        bounds = self.least, self.most
+        self.model.layers[1].register_forward_hook(lambda _, __, out: out.clamp(*bounds))
+
+
+class CutBelow(CutOff):
+    least, most = 0.0, float("inf")
 
 
 class BoundLayer(LlamaForCausalLM):
@@ -256,6 +302,11 @@ class ScaledLogits(LlamaForCausalLM):
     [
         (LlamaForCausalLM, None),
         (ScaledLayer, "layer 1 does more than add attention and MLP of norms to its input"),
+        (ScaledInPlace, "layer 1 does more"),
+        (ScaledByBuffer, "layer 1 has further parts: its own numbers"),
+        (LearntRotation, "cosines and sines depend on numbers of the checkpoint"),
+        (CutOff, "layer 1 does more"),
+        (CutBelow, "layer 1 does more"),
         (BoundLayer, "layer 1 cannot be tried"),
         (ScaledEmbedding, "layer 0 does more"),
         (ScaledOutput, "it does more than run its layers one after another"),

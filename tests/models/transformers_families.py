@@ -89,7 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "modernbert-decoder": {},
     "moshi": {},
     "nanochat": {},
-    "olmo": {},
+    "olmo": {"clip_qkv": 0.5},
     "olmo3": _WINDOWS,
     "olmoe": {},
     "opt": {},

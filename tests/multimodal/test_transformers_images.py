@@ -33,11 +33,12 @@ TOWER = {
 CLIP = {**TOWER, "model_type": "clip_vision_model", "projection_dim": 32}
 LLAMA = {**DENSE, "model_type": "llama", "max_position_embeddings": 256}
 PINPOINTS = [[28, 56], [56, 28], [56, 56]]
-# Name of the classes; fields of the configuration.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Llava": {"image_seq_length": 16},
-    "VipLlava": {"vision_feature_layers": [-1, -2]},
-    "LlavaNext": {"image_grid_pinpoints": PINPOINTS},
+# Name of the classes; fields of the configuration, and of its text network.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # Its embeddings of texts have a factor, and those of images none.
+    "Llava": ({"image_seq_length": 16}, {"model_type": "gemma", "head_dim": 12}),
+    "VipLlava": ({"vision_feature_layers": [-1, -2]}, {}),
+    "LlavaNext": ({"image_grid_pinpoints": PINPOINTS}, {}),
 }
 
 
@@ -48,12 +49,13 @@ class Seeing:
         own = copy.deepcopy(tokenizer)
         own.add_tokens([MARK], special_tokens=True)
         self.placeholder: int = own.convert_tokens_to_ids(MARK)
+        fields, text_fields = FAMILIES[family]
         config = getattr(transformers, f"{family}Config")(
-            text_config={**LLAMA, "vocab_size": len(own)},
+            text_config={**LLAMA, **text_fields, "vocab_size": len(own)},
             vision_config=CLIP,
             image_token_index=self.placeholder,
             tie_word_embeddings=False,
-            **FAMILIES[family],
+            **fields,
         )
         model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
         written = checkpoints.write_checkpoint(

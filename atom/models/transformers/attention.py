@@ -13,6 +13,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import MergedColumnParallelLinear
 from atom.models.transformers.layers import Linear
 from atom.models.transformers.probe import AttentionCall, LayerCall, LayerFacts
+from atom.models.transformers.tries import LENGTH, has_own_numbers, is_same, numbers, rows
 from atom.models.transformers.weights import Names
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 _INPUTS = ("q_proj", "k_proj", "v_proj")
 _OUTPUT = "o_proj"
 _STYLES = ["colwise", "colwise", "colwise", "rowwise"]
-# Tokens of a try.
-_LENGTH = 3
 
 
 class RotatingCall(AttentionCall, Protocol):
@@ -110,7 +109,7 @@ def _rotates_halves(base: PreTrainedModel) -> bool:
     if rotary is None:
         return False
     try:
-        found = rotary(torch.zeros(1, _LENGTH, 1), position_ids=torch.tensor([[0, 1, 5]]))
+        found = rotary(torch.zeros(1, 3, 1), position_ids=torch.tensor([[0, 1, 5]]))
         return len(found) == 2 and all(torch.equal(*x.chunk(2, -1)) for x in found)
     except (TypeError, RuntimeError, AttributeError, ValueError):
         return False
@@ -121,22 +120,25 @@ def _is_plain(facts: LayerFacts) -> bool:
     queries and keys, and attends.
     """
     module, linears = facts.module, _linears(facts.module)
-    if len(linears) != 4 or len(module._modules) != 4 or module._parameters:
+    if len(linears) != 4 or len(module._modules) != 4 or has_own_numbers(module):
         return False
     if len({linear.bias is None for linear in linears[:3]}) != 1 or facts.key_size % 2:
         return False
     if facts.key_size != facts.value_size:
         return False
-    hidden = numbers(1, _LENGTH, linears[0].in_features)
+    hidden = rows(linears[0].in_features, 0.5)
     given = [_Given(linear.out_features) for linear in linears]
     tried = copy.copy(module)
     tried._modules = dict(zip((*_INPUTS, _OUTPUT), given, strict=True))
-    cos, sin = (numbers(1, _LENGTH, facts.key_size // 2).repeat(1, 1, 2) + x for x in (0, 1))
+    cos, sin = (numbers(1, LENGTH, facts.key_size // 2).repeat(1, 1, 2) + x for x in (0, 1))
     call = _Noted()
     try:
         with torch.inference_mode():
             found = tried(
-                hidden_states=hidden, position_embeddings=(cos, sin), attention_mask=None, atom=call
+                hidden_states=hidden.clone(),
+                position_embeddings=(cos, sin),
+                attention_mask=None,
+                atom=call,
             )
     except (TypeError, RuntimeError, AttributeError, ValueError, LookupError):
         return False
@@ -145,10 +147,7 @@ def _is_plain(facts: LayerFacts) -> bool:
     rotated = [_rotated(_heads(x.rows, facts.key_size), cos, sin) for x in given[:2]]
     expected = [*rotated, _heads(given[2].rows, facts.key_size), *[hidden] * 3, found[0]]
     seen = [*call.seen, *(x.seen for x in given[:3]), given[3].rows]
-    same = len(seen) == len(expected) and all(
-        x is not None and x.shape == y.shape and torch.allclose(x, y, rtol=1e-5, atol=1e-6)
-        for x, y in zip(seen, expected, strict=True)
-    )
+    same = len(seen) == len(expected) and all(map(is_same, seen, expected))
     heads = given[3].seen
     return (
         same
@@ -159,16 +158,18 @@ def _is_plain(facts: LayerFacts) -> bool:
 
 
 class _Given(nn.Module):
-    """In the place of a linear layer: returns rows of its own, and keeps what it is given."""
+    """In the place of a linear layer: returns rows of its own, and keeps what it is given. What is
+    written into either later changes neither.
+    """
 
     def __init__(self, columns: int) -> None:
         super().__init__()
-        self.rows = numbers(1, _LENGTH, columns).cos()
+        self.rows = rows(columns)
         self.seen: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = x
-        return self.rows
+        self.seen = x.clone()
+        return self.rows.clone()
 
 
 class _Noted:
@@ -186,17 +187,12 @@ class _Noted:
         # With a mask or further arguments it is something else.
         self.scale = 0.0 if call.others or call.mask is not None else call.scale
         self.out = numbers(1, q.shape[2], q.shape[1], v.shape[3])
-        return self.out
+        return self.out.clone()
 
 
-def numbers(*shape: int) -> torch.Tensor:
-    """Of a try."""
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).sin().view(shape)
-
-
-def _heads(rows: torch.Tensor, size: int) -> torch.Tensor:
+def _heads(x: torch.Tensor, size: int) -> torch.Tensor:
     """[1, T, H * d] -> [1, H, T, d]."""
-    return rows.view(1, _LENGTH, -1, size).transpose(1, 2)
+    return x.view(1, LENGTH, -1, size).transpose(1, 2)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

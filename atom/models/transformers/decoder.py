@@ -24,15 +24,16 @@ from atom.model_ops.linear import LinearBase, by_head
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import Rotation
 from atom.models.llama import Decoder, DecoderLayer
-from atom.models.transformers.attention import PlainAttention, numbers
+from atom.models.transformers.attention import PlainAttention
 from atom.models.transformers.layers import Embedding, GatedMLP, Head, Linear
 from atom.models.transformers.probe import run
+from atom.models.transformers.tries import has_own_numbers, is_same, rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Positions of a try.
-_POSITIONS = (0, 1, 5)
+# Positions and tokens of a try.
+_POSITIONS, _IDS = (0, 1, 5, 7), (1, 0, 2, 3)
 # Of a decoder layer: how many, and what.
 _PARTS = {
     "attention": (1, "attentions that only rotate halves of heads"),
@@ -197,13 +198,13 @@ def only_multiplies(model: PreTrainedModel, head: str, columns: tuple[int, int])
         return False
     given = _Given(columns[1], 0)
     tried = _with(model, {head: given})
-    hidden = numbers(1, len(_POSITIONS), columns[0])
+    hidden = rows(columns[0])
     try:
         with _ours_raise(model), torch.inference_mode():
-            logits = tried(inputs_embeds=hidden, use_cache=False).logits
+            logits = tried(inputs_embeds=hidden.clone(), use_cache=False).logits
     except _RAISED:
         return False
-    return given.count == 1 and _is(given.seen, hidden) and _is(logits, given.rows)
+    return given.count == 1 and is_same(given.seen, hidden) and is_same(logits, given.rows)
 
 
 def _take_residual(
@@ -237,9 +238,11 @@ def _try_base(base: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[str, 
     first, *between, last = (_Given(size, phase) for phase in range(len(layers) + 2))
     stand_ins = {embeddings[0]: first, lists[0]: nn.ModuleList(between), norms[0]: last}
     others = [name for name in children if name not in stand_ins and name != "rotary_emb"]
-    if base._parameters or any(_has_numbers(children[name]) for name in others):
-        raise DiffersError(f"it has further parts: {', '.join(others) or 'parameters'}")
-    ids = torch.tensor([[1, 0, 2]])
+    if has_own_numbers(base) or any(_has_numbers(children[name]) for name in others):
+        raise DiffersError(f"it has further parts: {', '.join(others) or 'its own numbers'}")
+    if _is_loaded(children.get("rotary_emb")):
+        raise DiffersError("its cosines and sines depend on numbers of the checkpoint")
+    ids = torch.tensor([_IDS])
     positions = torch.tensor([_POSITIONS])
     call = _Nothing()
     try:
@@ -249,8 +252,8 @@ def _try_base(base: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[str, 
         raise DiffersError(f"it cannot be tried ({type(error).__name__})") from None
     chain = [first, *between, last]
     entering = [ids, *(module.rows for module in chain[:-1])]
-    is_chain = all(_is(one.seen, x) for one, x in zip(chain, entering, strict=True))
-    if not (is_chain and all(one.count == 1 for one in chain) and _is(found, last.rows)):
+    is_chain = all(is_same(one.seen, x) for one, x in zip(chain, entering, strict=True))
+    if not (is_chain and all(one.count == 1 for one in chain) and is_same(found, last.rows)):
         raise DiffersError("it does more than run its layers one after another")
     return norms[0], _same_of_all(base, between, positions)
 
@@ -274,7 +277,7 @@ def _same_of_all(
     if not isinstance(pair, tuple) or len(pair) != 2 or given.get("attention_mask") is not None:
         raise DiffersError("its layers are given no cosines and sines, or masks")
     expected = _cos_sin(base, max(_POSITIONS) + 1)
-    if not all(_is(x, y[:, positions[0]]) for x, y in zip(pair, expected, strict=True)):
+    if not all(is_same(x, y[:, positions[0]]) for x, y in zip(pair, expected, strict=True)):
         raise DiffersError("its cosines and sines are not those of the given positions")
     return given
 
@@ -292,28 +295,29 @@ def _try_layer(number: int, layer: nn.Module, given: Mapping[str, Any]) -> _Laye
     for kind, (count, what) in _PARTS.items():
         if counts[kind] != count:
             raise DiffersError(f"{where} has {counts[kind]} of the expected {count} {what}")
-    if layer._parameters or others:
-        raise DiffersError(f"{where} has further parts: {', '.join(others) or 'parameters'}")
+    if has_own_numbers(layer) or others:
+        raise DiffersError(f"{where} has further parts: {', '.join(others) or 'its own numbers'}")
     (attention,), (mlp,) = kinds["attention"], kinds["mlp"]
     plain = layer.get_submodule(attention)
     assert isinstance(plain, PlainAttention)
     size = plain.qkv_proj.in_features
     attended, ran = _Given(size, 0, pair=True), _Given(size, 1)
     normed = {name: _Given(size, phase) for phase, name in enumerate(kinds["norm"], 2)}
-    hidden = numbers(1, len(_POSITIONS), size).cos()
+    hidden = rows(size, 0.5)
+    tried = _with(layer, {attention: attended, mlp: ran, **normed})
     try:
         with torch.inference_mode():
-            found = _with(layer, {attention: attended, mlp: ran, **normed})(hidden, **given)
+            found = tried(hidden.clone(), **given)
     except _RAISED as error:
         raise DiffersError(f"{where} cannot be tried ({type(error).__name__})") from None
     between = hidden + attended.rows
     for norm, mlp_norm in (kinds["norm"], kinds["norm"][::-1]):
         seen = [normed[norm], attended, normed[mlp_norm], ran]
         expected = [hidden, normed[norm].rows, between, normed[mlp_norm].rows]
-        is_same = all(_is(one.seen, x) for one, x in zip(seen, expected, strict=True))
+        chained = all(is_same(one.seen, x) for one, x in zip(seen, expected, strict=True))
         rotates = attended.others.get("position_embeddings") is given["position_embeddings"]
         passes = attended.others.get("atom") is given["atom"] and not ran.others
-        if is_same and rotates and passes and _is(_first(found), between + ran.rows):
+        if chained and rotates and passes and is_same(_first(found), between + ran.rows):
             return _LayerParts(norm, attention, mlp_norm, mlp)
     raise DiffersError(f"{where} does more than add attention and MLP of norms to its input")
 
@@ -352,7 +356,8 @@ def _cos_sin(base: PreTrainedModel, count: int) -> tuple[torch.Tensor, torch.Ten
 
 
 class _Given(nn.Module):
-    """In the place of a module: returns rows of its own, and keeps what it is given.
+    """In the place of a module: returns rows of its own, and keeps what it is given. What is written
+    into either later changes neither.
 
     Args:
         phase: gives each its own rows.
@@ -361,7 +366,7 @@ class _Given(nn.Module):
 
     def __init__(self, columns: int, phase: int, pair: bool = False) -> None:
         super().__init__()
-        self.rows = (numbers(1, len(_POSITIONS), columns) + 0.01 * phase).cos()
+        self.rows = rows(columns, 0.1 * phase)
         self.seen: torch.Tensor | None = None
         self.count = 0
         self.positional: tuple[Any, ...] = ()
@@ -370,9 +375,11 @@ class _Given(nn.Module):
 
     def forward(self, *args: Any, **others: Any) -> Any:
         self.count += 1
-        rows = args[:1] or (others.pop("hidden_states", None),)
-        self.seen, self.positional, self.others = rows[0], args[1:], others
-        return (self.rows, None) if self._pair else self.rows
+        x = args[0] if args else others.pop("hidden_states", None)
+        self.seen = x.clone() if isinstance(x, torch.Tensor) else None
+        self.positional, self.others = args[1:], others
+        returned = self.rows.clone()
+        return (returned, None) if self._pair else returned
 
 
 @contextlib.contextmanager
@@ -408,17 +415,14 @@ def _with(module: nn.Module, children: Mapping[str, nn.Module]) -> Any:
     return tried
 
 
-def _is(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
-    return (
-        isinstance(found, torch.Tensor)
-        and found.shape == expected.shape
-        and torch.allclose(found.double(), expected.double(), rtol=1e-6, atol=1e-6)
-    )
-
-
 def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
 def _has_numbers(module: nn.Module | None) -> bool:
     return module is not None and any(True for _ in (*module.parameters(), *module.buffers()))
+
+
+def _is_loaded(module: nn.Module | None) -> bool:
+    """Whether a checkpoint has numbers of a module."""
+    return module is not None and bool(module.state_dict())

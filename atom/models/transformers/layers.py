@@ -24,6 +24,7 @@ from atom.model_ops.linear import (
 )
 from atom.model_ops.rank_sums import resolve_plain_sum
 from atom.model_ops.stacked import StackedMatrix
+from atom.models.transformers.tries import has_own_numbers, is_same, numbers, rows
 from atom.models.transformers.weights import Names
 
 if TYPE_CHECKING:
@@ -217,7 +218,9 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     """Whether a module is three linear layers with silu, and computes what `GatedMLP` does."""
     linears = {part: module._modules.get(part) for part in ("gate_proj", "up_proj", "down_proj")}
     others = module._modules.keys() - linears.keys() - {"act_fn"}
-    if others or module._parameters or any(type(x) is not nn.Linear for x in linears.values()):
+    if others or has_own_numbers(module):
+        return False
+    if any(type(x) is not nn.Linear for x in linears.values()):
         return False
     has_bias = {part: getattr(linear, "bias", None) is not None for part, linear in linears.items()}
     if has_bias["gate_proj"] != has_bias["up_proj"]:
@@ -227,12 +230,11 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     gate, up, down = (_small(has_bias[part], part == "down_proj") for part in linears)
     tried._modules.update(gate_proj=gate, up_proj=up, down_proj=down)
     up.weight.neg_()
-    x = torch.linspace(-3, 2, 24).view(3, 8)
+    x = rows(8)
     with torch.inference_mode():
         expected = down(F.silu(gate(x)) * up(x))
         try:
-            found: torch.Tensor = tried(x)
-            return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+            return is_same(tried(x.clone()), expected)
         except (TypeError, RuntimeError, AttributeError):
             return False
 
@@ -240,8 +242,8 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 def _small(has_bias: bool, is_down: bool) -> nn.Linear:
     linear = nn.Linear(*((6, 8) if is_down else (8, 6)), bias=has_bias, device="meta")
     for name, parameter in list(linear.named_parameters()):
-        numbers = torch.arange(parameter.numel()).sin().view(parameter.shape)
-        linear.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
+        value = numbers(*parameter.shape)
+        linear.register_parameter(name, nn.Parameter(value, requires_grad=False))
     return linear
 
 
@@ -265,13 +267,12 @@ def _rms_epsilon(module: nn.Module) -> float | None:
         return None
     size = weight.shape[0]
     tried = copy.deepcopy(module)
-    tried.register_parameter("weight", nn.Parameter(torch.linspace(0.5, 1.5, size), False))
-    x = torch.linspace(-3, 2, 2 * size).view(2, size)
-    numbers = torch.linspace(0.5, 1.5, size)
-    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * numbers
+    weights = torch.linspace(0.5, 1.5, size)
+    tried.register_parameter("weight", nn.Parameter(weights, requires_grad=False))
+    x = rows(size)
+    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weights
     with torch.inference_mode():
-        is_same = torch.allclose(tried(x), expected, rtol=1e-5, atol=1e-5)
-    return eps if is_same else None
+        return eps if is_same(tried(x.clone()), expected) else None
 
 
 def materialise(root: nn.Module, names: Names, context: LayerContext) -> None:

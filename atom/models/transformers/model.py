@@ -202,8 +202,8 @@ class TransformersForCausalLM(CausalLM):
             return output
         given = {"input_ids": model_input.input_ids[None]}
         if model_input.images is not None:
-            embeds = model_input.images.fill(self._embedding(model_input.input_ids))
-            given = {"inputs_embeds": embeds[None]}
+            embeds = self._embedding(model_input.input_ids[None])[0]
+            given = {"inputs_embeds": model_input.images.fill(embeds)[None]}
         hidden = run(
             self.base,
             _Paged(self._attentions, model_input.attention, self._rope),
@@ -261,8 +261,8 @@ class _Paged:
         self._layers = layers
         self._metadata = metadata
         self._rope = rope
-        # By the cosines that layers share.
-        self._rotations: dict[int, tuple[torch.Tensor, StepRotation]] = {}
+        # By the cosines that layers share, which are kept so that no others get their id.
+        self._rotations: dict[int, tuple[torch.Tensor, torch.Tensor, StepRotation]] = {}
 
     def attend(
         self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: LayerCall
@@ -283,10 +283,12 @@ class _Paged:
             rows = torch.arange(cos.shape[1], device=cos.device)
             half = cos.shape[2] // 2
             table = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float()
-            known = self._rotations[id(cos)] = rows, StepRotation(table, False, self._rope)
+            rotation = StepRotation(table, False, self._rope)
+            known = self._rotations[id(cos)] = cos, rows, rotation
         attention = self._layers[layer]
         q, k, v = (x.view(x.shape[0], -1, attention.head_dim) for x in qkv)
-        return attention.forward(q, k, v, known[0], self._metadata, known[1])
+        _, rows, rotation = known
+        return attention.forward(q, k, v, rows, self._metadata, rotation)
 
 
 def _attention(layer: LayerFacts, context: LayerContext) -> Attention:
