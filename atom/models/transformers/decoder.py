@@ -356,8 +356,8 @@ def _cos_sin(base: PreTrainedModel, count: int) -> tuple[torch.Tensor, torch.Ten
 
 
 class _Given(nn.Module):
-    """In the place of a module: returns rows of its own, and keeps what it is given. What is written
-    into either later changes neither.
+    """In the place of a module: returns rows of its own, and keeps what it is given. What is
+    written into either later changes neither.
 
     Args:
         phase: gives each its own rows.
