@@ -1,4 +1,8 @@
 // What a caller asks of the library as a whole.
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "amx.h"
 #include "parallel.h"
 #include "simd.h"
@@ -14,4 +18,25 @@ ATOM_EXPORT int64_t atom_has_tiles() {
 #else
   return 0;
 #endif
+}
+
+namespace atom {
+namespace {
+
+struct HugePagesArgs {
+  void* at;  // where a page begins
+  int64_t bytes, page_bytes;
+};
+
+}  // namespace
+}  // namespace atom
+
+// Asks for huge pages for the whole ones of a range. A system without them has others, and is as right.
+ATOM_EXPORT int64_t atom_use_huge_pages(const atom::HugePagesArgs* args) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  madvise(args->at, args->bytes / args->page_bytes * args->page_bytes, MADV_HUGEPAGE);
+#else
+  (void)args;
+#endif
+  return 0;
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from atom.model_ops.kernels.native.bindings import Kernels, constant, num_threads
+from atom.model_ops.kernels.native.huge_pages import empty_stream
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery
 
@@ -213,7 +214,8 @@ def _in_panels(values: torch.Tensor) -> torch.Tensor:
     lanes = constant("lanes")
     out, count = values.shape[-2:]
     padded = torch.nn.functional.pad(values, (0, 0, 0, -out % lanes))
-    return padded.view(*values.shape[:-2], -1, lanes, count).transpose(-1, -2).contiguous()
+    panels = padded.view(*values.shape[:-2], -1, lanes, count).transpose(-1, -2)
+    return empty_stream(panels.shape, panels.dtype).copy_(panels)
 
 
 def _pack_codes(weights: QuantWeights, inputs: int, in_units: bool) -> torch.Tensor:
@@ -222,9 +224,8 @@ def _pack_codes(weights: QuantWeights, inputs: int, in_units: bool) -> torch.Ten
     codes = weights.codes.contiguous()
     out, columns = weights.shape
     matrices = codes.shape[:-2]
-    packed = codes.new_empty(
-        *matrices, math.ceil(out / lanes), lanes * inputs * bits // 8, dtype=torch.uint8
-    )
+    panels = math.ceil(out / lanes), lanes * inputs * bits // 8
+    packed = empty_stream((*matrices, *panels), torch.uint8)
     sources, targets = codes.view(-1, *codes.shape[-2:]), packed.view(-1, *packed.shape[-2:])
     for source, target in zip(sources, targets, strict=True):
         pointers = source.data_ptr(), target.data_ptr()
