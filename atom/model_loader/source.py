@@ -16,7 +16,7 @@ from atom.environment import cache_dir
 from atom.model_loader.checkpoint import has_weights, list_tensors, stored_dtype
 from atom.model_loader.generation_config import sampling_defaults
 from atom.model_loader.gguf.cache import recall, remember
-from atom.model_loader.gguf.split import split_paths
+from atom.model_loader.gguf.split import only_file
 from atom.model_loader.locate import EMBEDDED_MODEL_NAME, embedded_model, locate_model
 from atom.model_loader.pooling_task import encoder_hint, pooling_task
 from atom.model_loader.quantization import choose_quantization, config_levels
@@ -189,12 +189,8 @@ def _gguf_file(location: Path, options: ModelOptions) -> Path | None:
     is_hugging_face = is_there(location / "config.json")
     if is_hugging_face and (wanted == "dummy" or (wanted != "gguf" and has_weights(location))):
         return None
-    found = sorted(location.glob("*.gguf"))
-    if wanted != "safetensors" and found and set(found) <= set(split_paths(found[0])):
-        return found[0]
-    if wanted != "safetensors" and found:
-        names = ", ".join(path.name for path in found)
-        raise ConfigError(f"{location} holds several GGUF files; name one of {names}")
+    if wanted != "safetensors" and (found := only_file(location)):
+        return found
     raise ConfigError(_what_is_missing(location, wanted, is_hugging_face))
 
 

@@ -63,13 +63,13 @@ def pooling_source(config: EngineConfig) -> PoolingSource | None:
     folder = locate_model(options.model, options)
     if (task := pooling_task(folder, options)) is None:
         return None
+    _refuse_options(config, options.model, task)
     if not is_there(folder / "config.json"):
         folder = _converted(folder, options)
     check_folder(folder)
     path = folder / "config.json"
     raw = read_json_object(path)
     check_config(raw, str(path))
-    _refuse_options(config, options.model, task)
     return PoolingSource(folder, options.model, task, raw)
 
 

@@ -14,7 +14,7 @@ from model_loader.gguf_files import byte_level_metadata, metadata_of, tiny_model
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from atom.config import ConfigError, ModelOptions
-from atom.model_loader.gguf.pooling import stated_pooling
+from atom.model_loader.gguf.pooling import pooled_file, stated_pooling
 from atom.model_loader.source import resolve_model
 from atom.pooling.answers import cut_vectors
 
@@ -146,6 +146,10 @@ def test_what_a_file_is_for(tmp_path: Path) -> None:
     assert stated_pooling(path) == 3
     with pytest.raises(ConfigError, match="is a model to embed texts"):
         resolve_model(ModelOptions(str(path)))
+    assert pooled_file(tmp_path) == path
+    (tmp_path / "another.gguf").write_bytes(path.read_bytes())
+    with pytest.raises(ConfigError, match=r"name one of another\.gguf, embedding\.gguf"):
+        pooled_file(tmp_path)
     # Qwen3-Embedding is a language model, too.
     assert resolve_model(ModelOptions(str(path), task="generate")).name == str(path)
     with pytest.raises(ConfigError, match=r"task is score, and .*GGUF files are read that"):

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from atom.config import ConfigError
+from atom.model_loader.gguf.split import only_file
 from atom.models.config.file import check_regular
 
 NONE, MEAN, FIRST, LAST, RANK = range(5)
@@ -41,14 +42,12 @@ def pooled_file(location: Path) -> Path | None:
     """The file at a place, alone or in a folder, of a model that embeds.
 
     Raises:
-        ConfigError: for one that scores pairs, or pools in another way than is known.
+        ConfigError: for one that scores pairs, or pools in another way than is known, and for
+            several.
     """
-    path = location
-    if location.is_dir():
-        found = sorted(location.glob("*.gguf"))
-        if not found:
-            return None
-        path = found[0]
+    path = only_file(location) if location.is_dir() else location
+    if path is None:
+        return None
     pooling = stated_pooling(path)
     check_pooling(path, pooling)
     return None if pooling == NONE else path
