@@ -38,6 +38,27 @@ def create(trials: TrialProcess, backend: XGrammarBackend) -> Callable[..., Gram
 CreateCache = Callable[..., GrammarCache]
 
 
+@pytest.mark.parametrize("first_failing", [1, 2, 3])
+def test_a_thread_that_cannot_be_started_leaves_none_waiting(
+    first_failing: int, monkeypatch: pytest.MonkeyPatch, trials: TrialProcess
+) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_some(thread: threading.Thread) -> None:
+        if len(started) + 1 == first_failing:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_some)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            TriedCompiler(lambda: pytest.fail("not wanted"), trials)
+    # Threads of a pool that nobody holds end by themselves, unless they wait for others.
+    wait_until(lambda: not any(thread.is_alive() for thread in started))
+
+
 def test_easy_grammars_pass_hard_ones_which_are_refused(create: CreateCache) -> None:
     grammars = create()
     queue = GrammarQueue(grammars)

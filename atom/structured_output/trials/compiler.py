@@ -160,8 +160,12 @@ def _started_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
     """A pool that starts no thread later, when the engine may have no memory left for one."""
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
     all_started = threading.Barrier(num_threads)
-    for _ in range(num_threads):
-        pool.submit(all_started.wait)
+    try:
+        for _ in range(num_threads):
+            pool.submit(all_started.wait)
+    except RuntimeError:  # no thread can be started: the process would wait for the others at exit
+        all_started.abort()
+        raise
     return pool
 
 
