@@ -149,18 +149,6 @@ _REASONS: dict[tuple[str, str, str, str], str] = {
         "16",
         "(15)",
     ): "the size of a slice, on which no count depends",
-    (
-        "entrypoints/parsing/tool_parsers/gpt_oss.py",
-        "GptOss.read",
-        'return (yield from self._read_body("", text, out))',
-        "return None",
-    ): "a message without a head is content, which is what is read outside of messages, too",
-    (
-        "entrypoints/parsing/tool_parsers/deepseek_v3.py",
-        "DeepseekV3.read_call",
-        "out.cut_call()",
-        "pass",
-    ): "the text has ended, and what was written of the arguments is taken at its end anyway",
 }
 
 

@@ -85,13 +85,13 @@ class MessageTranslation(Translation):
 def _content(block: Block) -> dict[str, Any]:
     if block.kind == "call":
         head = {"type": "tool_use", "id": block.call_id, "name": block.name}
-        return {**head, "input": tool_input(block.text)}
+        return {**head, "input": tool_input(block.text, is_cut=not block.complete)}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     return {"type": "text", "text": block.text}
 
 
-def tool_input(arguments: str) -> dict[str, Any]:
+def tool_input(arguments: str, *, is_cut: bool) -> dict[str, Any]:
     """The object that `arguments` hold, which must be one in this API.
 
     Arguments that were cut give what is complete of them, as clients of streams reassemble
@@ -100,7 +100,7 @@ def tool_input(arguments: str) -> dict[str, Any]:
     if not arguments:
         return {}
     try:
-        value = from_json(arguments, allow_partial=True)
+        value = from_json(arguments, allow_partial=is_cut)
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}

@@ -152,14 +152,10 @@ class DeltaWriter:
         """The call is complete: without arguments they are `{}`."""
         if not self._has_arguments:
             self._arguments.append("{}")
-        self.cut_call()
-        self._is_ended = True
-        self.marker()
-
-    def cut_call(self) -> None:
-        """The call ends where it is: the text did."""
         self._flush_arguments()
         self._held_space = []
+        self._is_ended = True
+        self.marker()
 
     def finish(self) -> None:
         """Nothing follows: without calls, white space after the last marker is content."""
@@ -172,7 +168,7 @@ class DeltaWriter:
         """Whether the last call is not complete: its arguments are no object, and no end was read
         (which some formats leave to the end of the text).
         """
-        return not self._is_ended and not _is_object("".join((*self._call, *self._arguments)))
+        return not (self._is_ended or is_json("".join((*self._call, *self._arguments)), dict))
 
     def take(self) -> list[ChatDelta]:
         self._flush_text()
@@ -205,8 +201,9 @@ class DeltaWriter:
         self._deltas.append(ChatDelta(tool_calls=[piece]))
 
 
-def _is_object(text: str) -> bool:
+def is_json(text: str, kind: type = object) -> bool:
+    """Whether a text is JSON, of a value of this type."""
     try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
+        return isinstance(json.loads(text), kind)
+    except (ValueError, RecursionError):
         return False

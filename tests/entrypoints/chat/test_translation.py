@@ -239,7 +239,16 @@ def test_stop_reasons(reason: str, stop: Any, said: tuple[Any, Any]) -> None:
     ],
 )
 def test_tool_input(arguments: str, read: dict[str, Any]) -> None:
-    assert tool_input(arguments) == read
+    assert tool_input(arguments, is_cut=True) == read
+
+
+def test_tool_input_of_a_complete_call_is_never_a_part_of_it() -> None:
+    text = '{"path": "/", "only": "x'
+    assert tool_input(text, is_cut=False) == {"INVALID_JSON": text}
+    assert tool_input('{"a": 1}', is_cut=False) == {"a": 1}
+    choices = _choices([("call", "f", text)], [], "tool_calls")
+    _, whole = _run(MessageTranslation(HEAD), choices)
+    assert whole["content"][0]["input"] == {"INVALID_JSON": text}
 
 
 def test_usage_of_a_message_leaves_cached_tokens_out() -> None:

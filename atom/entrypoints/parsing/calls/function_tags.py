@@ -65,17 +65,15 @@ class FunctionTags(ToolFormat):
         name = _unquoted(head)
         if marker is None:
             return None  # cut before the name was whole
-        if name:
-            out.begin_call(name)
-        arguments = TypedArguments(self.tools.get(name, {}), out)
+        call = out if name else DeltaWriter("")  # one without a name is left out
+        call.begin_call(name)
+        arguments = TypedArguments(self.tools.get(name, {}), call)
         marker = yield from text.until(self._in_call, lambda _: None)
         while marker == self.parameter:
             marker = yield from self._read_parameter(arguments, text)
-        if name and marker is None:
-            out.cut_call()
-        elif name:
+        if marker is not None:
             arguments.finish()
-            out.end_call()
+            call.end_call()
         return marker
 
     def _read_parameter(self, arguments: TypedArguments, text: TextStream) -> Steps[str | None]:

@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Callable
 
-from atom.entrypoints.parsing.deltas import DeltaWriter
-from atom.entrypoints.parsing.text_stream import Emit, Steps, TextStream
+from atom.entrypoints.parsing.deltas import DeltaWriter, is_json
+from atom.entrypoints.parsing.text_stream import Emit, Markers, Steps, TextStream
 
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 
@@ -71,11 +71,13 @@ class JsonCall:
     Args:
         keys: what the object may hold to be a call; None for anything.
         accepts: whether a name is that of a tool.
-        is_eager: a name makes a call; otherwise only a name and arguments do.
+        is_eager: a name alone makes a call, too, once the object has ended; otherwise only a name
+            and arguments do.
 
     Attributes:
         has_begun: it was found to be a call.
-        is_open: it has begun, and its arguments have not ended.
+        is_open: it has begun, and its arguments have not ended: the text has, or they are no JSON.
+        is_whole: the object has ended.
         raw: what was read while it was not known to be a call.
     """
 
@@ -90,6 +92,7 @@ class JsonCall:
     ) -> None:
         self.has_begun = False
         self.is_open = False
+        self.is_whole = False
         self._text = text
         self._out = out
         self._keys = keys
@@ -117,8 +120,9 @@ class JsonCall:
                     break
             else:
                 return
-        if self.is_open:
-            self._end()
+        self.is_whole = True
+        if self._is_eager and self._name is not None and not self.has_begun:
+            self._make()
 
     def _read_member(self) -> Steps[bool]:
         """Read a key and its value; whether the object goes on."""
@@ -132,7 +136,7 @@ class JsonCall:
         if key == "name" and self._name is None:
             return (yield from self._read_name(char))
         if key in ARGUMENT_KEYS and self._arguments is None:
-            return (yield from self._read_arguments())
+            return (yield from self._read_arguments(char))
         return (yield from self._read_value(self._keep))
 
     def _read_name(self, first: str) -> Steps[bool]:
@@ -141,29 +145,33 @@ class JsonCall:
             return False
         self._name = name
         if self._arguments is not None:
-            self._begin()
-            self._out.arguments("".join(self._arguments))
-            self._end()
-        elif self._is_eager:
-            self._begin()
+            self._make()
         return True
 
-    def _read_arguments(self) -> Steps[bool]:
-        self._arguments = []
-        if self._name is None:
-            early = self._arguments
-
-            def keep(text: str) -> None:
-                early.append(text)
-                self._keep(text)
-
-            return (yield from self._read_value(keep))
-        if not self.has_begun:
+    def _read_arguments(self, first: str) -> Steps[bool]:
+        """Arguments stream when the name came first; a number or a word must be one of JSON's."""
+        pieces: list[str] = []
+        self._arguments = pieces
+        can_stream = first in ("{", "[", '"')
+        if self._name is not None and can_stream:
             self._begin()
-        is_whole = yield from self._read_value(self._out.arguments)
-        if is_whole:
-            self._end()
-        return is_whole
+            is_whole = yield from self._read_value(self._out.arguments)
+            if is_whole:
+                self._end()
+            return is_whole
+        is_whole = yield from self._read_value(pieces.append)
+        self._keep("".join(pieces))
+        if not is_whole or not (can_stream or is_json("".join(pieces))):
+            return False
+        if self._name is not None:
+            self._make()
+        return True
+
+    def _make(self) -> None:
+        """The whole call at once."""
+        self._begin()
+        self._out.arguments("".join(self._arguments or ()))
+        self._end()
 
     def _begin(self) -> None:
         assert self._name is not None
@@ -184,6 +192,7 @@ class JsonCall:
             return None
         try:
             value: str = json.loads(raw, strict=False)
+            value.encode()  # half a surrogate pair is no text
         except ValueError:
             return None
         return value
@@ -201,23 +210,36 @@ class JsonCall:
             self._raw.append(text)
 
 
-def read_call_list(text: TextStream, out: DeltaWriter) -> Steps[None]:
-    """Read a JSON list of calls, which comes next, up to its end or to where it is none."""
-    if not (yield from text.accept("[")):
-        return
+def read_call_list(text: TextStream, out: DeltaWriter, markers: Markers) -> Steps[str | None]:
+    """Read a JSON list of calls, which comes next, up to its end or to where it is none.
+
+    Returns:
+        The marker that ended arguments that are no JSON, or None for the end of the text; "" where
+        there were none such.
+    """
+    yield from text.accept("[")
     while (yield from text.skip_space()) == "{":
         call = JsonCall(text, out, keys=None, accepts=bool, is_eager=True)
         yield from call.read()
-        if call.is_open and text.at_end:
-            out.cut_call()
-        elif call.is_open:
-            out.end_call()
-        elif not call.has_begun and not text.at_end:
+        if call.is_open:
+            return (yield from read_broken(text, out, markers))
+        if not call.has_begun and not text.at_end:
             out.content(call.raw)
+        if not call.is_whole:
+            break
         yield from text.skip_space()
         yield from text.accept(",")
     yield from text.accept("]")
     out.marker()
+    return ""
+
+
+def read_broken(text: TextStream, out: DeltaWriter, markers: Markers) -> Steps[str | None]:
+    """Read on where a call's arguments are no JSON: all up to a marker is theirs -> the marker."""
+    marker = yield from text.until(markers, out.arguments)
+    if marker is not None:
+        out.end_call()
+    return marker
 
 
 def _one(text: str, start: int) -> int:

@@ -56,9 +56,7 @@ class DeepseekV3(SectionFormat):
         out.begin_call(name)
         if marker in ("\n", FENCE):
             marker = yield from self._read_arguments(marker == FENCE, text, out)
-        if marker is None:
-            out.cut_call()
-        else:
+        if marker is not None:
             out.end_call()
         return marker
 

@@ -38,8 +38,6 @@ class DeepseekV31(SectionFormat):
             return marker  # None: cut before the name was whole
         out.begin_call(name)
         marker = yield from self.read_arguments(text, out.arguments)
-        if marker is None:
-            out.cut_call()
-        else:
+        if marker is not None:
             out.end_call()
         return marker

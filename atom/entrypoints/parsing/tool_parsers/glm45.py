@@ -70,9 +70,7 @@ class Glm45(ToolFormat):
             marker = yield from text.until(_IN_CALL, lambda _: None)
         while marker == KEY:
             marker = yield from self._read_argument(arguments, text)
-        if marker is None:
-            out.cut_call()
-        else:
+        if marker is not None:
             arguments.finish()
             out.end_call()
         return None

@@ -60,7 +60,7 @@ class GptOss(ToolFormat):
         _call, separator="", section=None, head=THINKS, text=final(_FREE), max_calls=1
     )
     markers = MARKERS
-    opening = frozenset({START, CHANNEL, MESSAGE})
+    opening = frozenset({START, CHANNEL})
     call_end = frozenset({END, CALL, RETURN})
 
     def __init__(self, foreign: tuple[str, ...], tools: Tools) -> None:
@@ -77,8 +77,6 @@ class GptOss(ToolFormat):
 
     def read(self, opening: str, text: TextStream, out: DeltaWriter) -> Steps[str | None]:
         out.marker()
-        if opening == MESSAGE:
-            return (yield from self._read_body("", text, out))
         return (yield from self._read_message(opening, text, out))
 
     def _read_message(self, head: str, text: TextStream, out: DeltaWriter) -> Steps[str | None]:
@@ -94,12 +92,11 @@ class GptOss(ToolFormat):
 
     def _read_body(self, head: str, text: TextStream, out: DeltaWriter) -> Steps[str | None]:
         recipient = _RECIPIENT.search(head)
-        if recipient is not None:
-            out.begin_call(recipient[1].removeprefix("functions."))
+        name = "" if recipient is None else recipient[1].removeprefix("functions.")
+        if name:
+            out.begin_call(name)
             marker = yield from self.read_arguments(text, out.arguments)
-            if marker is None:
-                out.cut_call()
-            else:
+            if marker is not None:
                 out.end_call()
         else:
             is_thought = self.reasons and _ANALYSIS.search(head)

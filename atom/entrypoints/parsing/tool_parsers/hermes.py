@@ -9,7 +9,7 @@ import json
 
 from atom.entrypoints.parsing.calls.base import ToolFormat
 from atom.entrypoints.parsing.calls.call_grammar import CallGrammar, tagged
-from atom.entrypoints.parsing.calls.json_call import JsonCall, read_call_list
+from atom.entrypoints.parsing.calls.json_call import JsonCall, read_broken, read_call_list
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Steps, TextStream
 from atom.structured_output.tags import Format, literal, sequence
@@ -39,20 +39,19 @@ class Hermes(ToolFormat):
 
     def _read_tag(self, text: TextStream, out: DeltaWriter) -> Steps[str | None]:
         """Read what a tag holds; returns the marker that ended it."""
-        if (yield from text.skip_space(out.content)) == "[":  # SmolLM2 writes a list
-            yield from read_call_list(text, out)
-        while (yield from text.skip_space(out.content)) == "{":
+        char = yield from text.skip_space(out.content)
+        if char == "[":  # SmolLM2 writes a list
+            last = yield from read_call_list(text, out, self.own)
+            if last != "":
+                return last
+        while char == "{":
             call = JsonCall(text, out, keys=None, accepts=bool, is_eager=True)
             yield from call.read()
             if call.is_open:
-                marker = yield from text.until(self.own, out.arguments)
-                if marker is None:
-                    out.cut_call()
-                else:
-                    out.end_call()
-                return marker
-            if not call.has_begun:
-                if not text.at_end:  # otherwise it was cut before the name was whole
-                    out.content(self.all.without(call.raw))
+                return (yield from read_broken(text, out, self.own))
+            if not call.has_begun and not text.at_end:  # otherwise it was cut
+                out.content(self.all.without(call.raw))
+            if not (call.has_begun and call.is_whole):
                 break
+            char = yield from text.skip_space(out.content)
         return (yield from text.until(self.all, out.content))

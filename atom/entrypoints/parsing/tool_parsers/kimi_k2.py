@@ -73,9 +73,7 @@ class KimiK2(SectionFormat):
         out.begin_call(name, call_id)
         if marker == ARGUMENT_BEGIN:
             marker = yield from self.read_arguments(text, out.arguments)
-        if marker is None:
-            out.cut_call()
-        else:
+        if marker is not None:
             out.end_call()
         return marker
 

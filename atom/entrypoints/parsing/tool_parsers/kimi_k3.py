@@ -110,9 +110,9 @@ class KimiK3(ToolFormat):
         if told is None:
             return None  # cut before the name was whole
         name = told.get("tool", "")
-        if name:
-            out.begin_call(name)
-        arguments = TypedArguments(self.tools.get(name, {}), out)
+        call = out if name else DeltaWriter("")  # one without a name is left out
+        call.begin_call(name)
+        arguments = TypedArguments(self.tools.get(name, {}), call)
         marker = yield from text.until(_IN_CALL, ignore)
         while marker in (_ARGUMENT, _JSON):
             told = yield from _read_attributes(text)
@@ -127,11 +127,9 @@ class KimiK3(ToolFormat):
                     arguments.end()
             if marker is not None:
                 marker = yield from text.until(_IN_CALL, ignore)
-        if name and marker is None:
-            out.cut_call()
-        elif name:
+        if marker is not None:
             arguments.finish()
-            out.end_call()
+            call.end_call()
         if marker == _CALL_END:
             marker = yield from text.until(_IN_SECTION, ignore)
         return marker

@@ -55,7 +55,7 @@ class Llama3Json(ToolFormat):
                 return
             if call.is_open:
                 yield from text.until(_NOTHING, out.arguments)
-                out.cut_call()
+            if not call.is_whole:
                 return
             yield from text.skip_space(out.content)
             if (yield from text.accept(";")):

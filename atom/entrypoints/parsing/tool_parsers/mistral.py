@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from atom.entrypoints.parsing.calls.base import ToolFormat
 from atom.entrypoints.parsing.calls.call_grammar import CallGrammar
-from atom.entrypoints.parsing.calls.json_call import JsonValue, read_call_list
+from atom.entrypoints.parsing.calls.json_call import JsonValue, read_broken, read_call_list
 from atom.entrypoints.parsing.deltas import DeltaWriter
 from atom.entrypoints.parsing.text_stream import Steps, TextStream
 from atom.structured_output.tags import Format, literal, sequence, token
@@ -50,8 +50,7 @@ class Mistral(ToolFormat):
         out.marker()
         char = yield from text.skip_space()
         if char == "[":
-            yield from read_call_list(text, out)
-            return None
+            return (yield from read_call_list(text, out, self.own)) or None
         name: list[str] = []
         yield from text.scan(_name_end, name.append)
         call_id: list[str] = []
@@ -63,11 +62,11 @@ class Mistral(ToolFormat):
                 out.content("".join(name))
             return None
         out.begin_call("".join(name), "".join(call_id) or None)
-        if (yield from text.scan(JsonValue().find_end, out.arguments)):
+        value = JsonValue()
+        if (yield from text.scan(value.find_end, out.arguments)) and not value.is_broken:
             out.end_call()
-        else:
-            out.cut_call()
-        return None
+            return None
+        return (yield from read_broken(text, out, self.own))
 
 
 class MistralNamed(Mistral):

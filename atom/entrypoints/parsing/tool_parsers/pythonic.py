@@ -134,12 +134,10 @@ class Pythonic(ToolFormat):
     def _read_call(self, name: str, text: TextStream, out: DeltaWriter) -> Steps[None]:
         out.begin_call(name)
         pieces: list[str] = []
-        if not (yield from text.scan(_Brackets().find_end, pieces.append)):
-            out.cut_call()
-            return
-        inside = "".join(pieces)
-        out.arguments(as_json(inside) or inside)
-        out.end_call()
+        if (yield from text.scan(_Brackets().find_end, pieces.append)):
+            inside = "".join(pieces)
+            out.arguments(as_json(inside) or inside)
+            out.end_call()
 
 
 class _Brackets:
