@@ -219,9 +219,12 @@ class DecodeEngine:
         return limits.num_blocks * limits.block_size
 
     def most_seqs(self, num_tokens: int) -> int:
-        """How many sequences of so many tokens the cache holds, in whole blocks."""
+        """How many sequences of so many tokens the cache holds, in whole blocks.
+
+        A prompt starts only where each sequence that runs could have a block more.
+        """
         limits = self._core.limits
-        return limits.num_blocks // -(-num_tokens // limits.block_size)
+        return limits.num_blocks // (1 - -num_tokens // limits.block_size)
 
     def start(self, batch_size: int, prompt_len: int | None = None, pretend: bool = False) -> None:
         """Compute `batch_size` prompts, until all of them decode.

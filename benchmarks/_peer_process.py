@@ -32,6 +32,7 @@ class Peer:
     options: of the engine besides.
     fallback: those with which it starts when it crashes with `options`.
     family: what else it can be compared with.
+    token_bytes: of weights that a token of one sequence reads, where that is counted.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Peer:
     options: dict[str, Any]
     fallback: dict[str, Any] | None = None
     family: str = "smollm2"
+    token_bytes: int | None = None
 
     def is_rival(self, other: Peer) -> bool:
         """Whether the other is of another project, with as many bits of the same model."""
@@ -81,12 +83,28 @@ def _llama_cpp(bits: int, model: Callable[[Path], Path]) -> Peer:
 
 def peers_on(file: Path) -> list[Peer]:
     """This engine and llama.cpp with their default settings on a GGUF file."""
-    tensors = GGUFReader(file).tensors
-    num_bytes = sum(int(tensor.n_bytes) for tensor in tensors)
-    bits = round(8 * num_bytes / sum(int(tensor.n_elements) for tensor in tensors))
+    reader = GGUFReader(file)
+    num_bytes = sum(int(tensor.n_bytes) for tensor in reader.tensors)
+    bits = round(8 * num_bytes / sum(int(tensor.n_elements) for tensor in reader.tensors))
     theirs = _llama_cpp(bits, lambda _: file)
     ours = Peer("", "atom", bits, lambda _: file, {"speculates": False})
-    return [replace(peer, name=f"{peer.engine}-file", family=file.name) for peer in (ours, theirs)]
+    about: dict[str, Any] = {"family": file.name, "token_bytes": token_bytes(reader)}
+    return [replace(peer, name=f"{peer.engine}-{file.stem}", **about) for peer in (ours, theirs)]
+
+
+def token_bytes(reader: GGUFReader) -> int:
+    """Of the weights that one token needs: of experts those that are used, and of an embedding that
+    is not the output's as well, nothing.
+    """
+    names = {tensor.name for tensor in reader.tensors}
+    keys = {key.partition(".")[2]: field for key, field in reader.fields.items()}
+    used = 1.0
+    if "expert_count" in keys:
+        used = keys["expert_used_count"].contents() / keys["expert_count"].contents()
+    shares = {tensor.name: used if "_exps." in tensor.name else 1.0 for tensor in reader.tensors}
+    if "output.weight" in names:
+        shares["token_embd.weight"] = 0.0
+    return round(sum(shares[tensor.name] * int(tensor.n_bytes) for tensor in reader.tensors))
 
 
 _ALL = [
@@ -94,6 +112,7 @@ _ALL = [
     *_ours(8, "smollm2", quantization="int8"),
     *_ours(4, None),
     _theirs("transformers", 16, "smollm2"),
+    _theirs("vllm", 16, "smollm2"),
     _llama_cpp(16, lambda home: home / "smollm2-bf16.gguf"),
     _llama_cpp(8, lambda home: home / "smollm2-q8_0.gguf"),
     _llama_cpp(4, lambda _: embedded_model()),
@@ -115,10 +134,13 @@ class Worker:
 
     Attributes:
         options: with which it started.
+        threads: with how many.
     """
 
-    def __init__(self, peer: Peer, process: subprocess.Popen[str], options: dict[str, Any]) -> None:
-        self.peer, self.options, self._process = peer, options, process
+    def __init__(
+        self, peer: Peer, process: subprocess.Popen[str], options: dict[str, Any], threads: int
+    ) -> None:
+        self.peer, self.options, self.threads, self._process = peer, options, threads, process
         self.versions: dict[str, str] = self._answer()["versions"]
 
     @classmethod
@@ -151,13 +173,15 @@ class Worker:
         options = {**given, "num_threads": threads, "model": model and str(model)}
         command = [python, str(_PROGRAM), peer.engine, json.dumps(options)]
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        if environment is not None and environment.preloaded is not None:
+            variables["LD_PRELOAD"] = str(home / environment.folder / environment.preloaded)
         if avx2:
             variables |= _AVX2.get(peer.engine, {})
         print(f"starting {peer.name} ...", file=sys.stderr, flush=True)
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
         )
-        return cls(peer, process, given)
+        return cls(peer, process, given, threads)
 
     @property
     def pid(self) -> int:

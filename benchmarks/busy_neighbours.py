@@ -7,8 +7,9 @@ What follows `--` are options of the engine. The default number of threads, one,
 an engine in a process of its own; all live, and they take turns. The neighbours: `nobody`; `before`
 uses all processors until a request comes, as a compiler or another engine does; `spins` keeps one
 processor busy; `bursts-N` needs a tenth of one, in bursts of N ms. Figures are tokens/s of the
-first 64 tokens and of the first 256, medians over the rounds, and ratios within each round. With
-CXX=/bin/false torch's operations run, as without a compiler; try --lengths 16 32.
+first 64 tokens and of the first 256, medians over the rounds, and of the ratios within each round
+medians and ranges. With CXX=/bin/false torch's operations run, as without a compiler; try --lengths
+16 32.
 """
 
 from __future__ import annotations
@@ -167,10 +168,11 @@ def _row(arms: dict[str, list[dict[int, float]]], length: int) -> list[str]:
     rates = {name: [each[length] for each in rounds] for name, rounds in arms.items()}
     medians = [f"{statistics.median(each):.0f}" for each in rates.values()]
     ratios = [
-        statistics.median(a / b for a, b in zip(rates["default"], rates[name], strict=True))
+        [a / b for a, b in zip(rates["default"], rates[name], strict=True)]
         for name in (*_ARMS,)[1:]
     ]
-    return [*medians, *(f"{ratio:.2f}" for ratio in ratios)]
+    cells = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios]
+    return [*medians, *cells]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""This engine beside llama.cpp, OpenVINO GenAI and transformers, on one CPU and in turns.
+"""This engine beside llama.cpp, OpenVINO GenAI, transformers and vLLM, on one CPU and in turns.
 
 python benchmarks/compare_peers.py setup --home DIR        # 15 minutes and 6 GB
 python benchmarks/compare_peers.py run --home DIR --seconds 900 --with-neighbour
 python benchmarks/compare_peers.py run --home DIR --only atom-4 llama.cpp-4 --prompts gsm8k.jsonl
 python benchmarks/compare_peers.py run --home DIR --only atom-hybrid llama.cpp-hybrid
-python benchmarks/compare_peers.py run --home DIR --gguf FILE.gguf  # ours and llama.cpp on it
+python benchmarks/compare_peers.py run --home DIR --gguf A.gguf B.gguf  # ours and llama.cpp
 
 `setup` makes an environment for each peer and exports the embedded model for it. `run` starts one
 process an engine; they take turns on the same tokens, a bandwidth probe between. Decode speed is
-the tokens after the first over the time beyond that of a first token alone; medians are printed.
+the tokens after the first over the time beyond that of a first token alone. Medians are printed,
+and for ratios within a round their range. Of GGUF files the share of the bandwidth is, too: a
+token's bytes of weights times `decode-1`, over what the probe read just before and just after.
 A run is thrown away when other processes took more than a tenth of a processor. Linux only.
 """
 
@@ -19,47 +21,23 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from _cpu_facts import cpu_features
-from _peer_process import PEERS, PROBE, USUAL, Peer, Worker, peers_on
+from _peer_process import PEERS, PROBE, USUAL, Worker, peers_on
+from _peer_report import Found, rows, to_markdown
 from _peer_setup import ENVIRONMENTS, set_up
 from _quiet import OtherWork, neighbour
 
-from atom.bench.report import (
-    environment,
-    environment_markdown,
-    markdown_table,
-    read_conversations,
-    read_text,
-    write_json,
-    write_text,
-)
+from atom.bench.report import environment, read_conversations, read_text, write_json, write_text
 
 CASES = ("decode-1", "decode-8", "prefill")
 _MOST_FOREIGN_CORES = 0.1
 _ATTEMPTS = 4
 _BANDWIDTH_READS = 5
 _BYTES_OF_A_READ = 4 << 27
-
-
-@dataclass
-class Found:
-    """Attributes:
-    speeds: tokens/s of every clean run, by engine and case.
-    kept: the share of `decode-1` kept beside a neighbour, by engine.
-    bandwidth: bytes/s.
-    discarded: runs that others disturbed.
-    """
-
-    speeds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    kept: dict[str, list[float]] = field(default_factory=dict)
-    bandwidth: list[float] = field(default_factory=list)
-    discarded: int = 0
-    rounds: int = 0
 
 
 class Contest:
@@ -69,6 +47,32 @@ class Contest:
         self._args, self._workers, self._probe = args, workers, probe
         self._chats, self._text = _prompts(args)
         self.found = Found({name: {case: [] for case in CASES} for name in workers})
+
+    def report(self) -> dict[str, Any]:
+        """What was found until now, and where."""
+        found, peers = self.found, [worker.peer for worker in self._workers.values()]
+        versions: dict[str, str] = {}
+        for worker in self._workers.values():
+            versions |= {f"{worker.peer.engine}: {k}": v for k, v in worker.versions.items()}
+            if worker.peer.fallback is not None and worker.options == worker.peer.fallback:
+                versions[worker.peer.name] = f"crashed, so with {worker.options}"
+        low, *_, high = sorted(found.bandwidth)
+        middle = statistics.median(found.bandwidth)
+        facts = environment() | versions | {
+            "threads": self._probe.threads,
+            "features": "AVX2 alone, but for OpenVINO" if self._args.avx2 else cpu_features(),
+            "read bandwidth": f"{middle / 1e9:.1f} GB/s ({low / 1e9:.1f} to {high / 1e9:.1f})",
+        }  # fmt: skip
+        return {
+            "environment": facts,
+            "cases": list(self._args.cases),
+            "rounds": found.rounds,
+            "discarded": found.discarded,
+            "results": rows(found, peers, self._args.cases),
+            "speeds": found.speeds,
+            "kept": found.kept,
+            "beside": found.beside,
+        }
 
     def warm_up(self) -> None:
         """Every engine once, not counted: what is compiled, recorded and learnt at first."""
@@ -83,18 +87,20 @@ class Contest:
         cases = [case for case in CASES if case in self._args.cases]
         order = list(self._workers)
         for name in order if number % 2 else reversed(order):
-            self._measure_bandwidth()
+            before = self._bandwidth()
             for case in cases:
-                if (speed := self._clean(name, case, number)) is not None:
-                    self.found.speeds[name][case].append(speed)
+                self.found.speeds[name][case].append(self._clean(name, case, number))
+                if case == "decode-1":
+                    around = (before + self._bandwidth()) / 2
+                    self.found.beside.setdefault(name, []).append(around)
             if self._args.with_neighbour:
                 self._beside_neighbour(name, number)
-        self._measure_bandwidth()
         self.found.rounds += 1
 
-    def _measure_bandwidth(self) -> None:
+    def _bandwidth(self) -> float:
         seconds = self._probe.generate([[0]], _BANDWIDTH_READS)
         self.found.bandwidth.append(_BANDWIDTH_READS * _BYTES_OF_A_READ / seconds)
+        return self.found.bandwidth[-1]
 
     def _beside_neighbour(self, name: str, number: int) -> None:
         with neighbour() as pid:
@@ -139,65 +145,16 @@ def _prompts(args: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
 
     folder = args.home / "smollm2"
     if args.gguf is not None:
-        folder = resolve_model(ModelOptions(model=str(args.gguf))).path
+        folder = resolve_model(ModelOptions(model=str(args.gguf[0]))).path
     tokenizer = read_tokenizer(folder, trust_remote_code=False)
     chats = [
         tokenizer.encode(
             tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True)
-        )
+        )[: args.chat_tokens]
         for c in read_conversations(args.prompts, None)
     ]
     text = tokenizer.encode(read_text(Path(__file__)))
     return chats, text * -(-args.prefill_tokens // len(text))
-
-
-def rows(found: Found, peers: Sequence[Peer], cases: Sequence[str]) -> list[dict[str, Any]]:
-    """Medians of every engine, and ours over the best peer's of as many bits."""
-    medians = {
-        name: {case: statistics.median(speeds[case]) for case in cases if speeds[case]}
-        for name, speeds in found.speeds.items()
-    }
-    made: list[dict[str, Any]] = []
-    for peer in peers:
-        row: dict[str, Any] = {"engine": peer.name, "bits": peer.bits, "speeds": medians[peer.name]}
-        if peer.engine == "atom":
-            rivals = [p.name for p in peers if peer.is_rival(p)]
-            row["ratios"] = {
-                case: speed / best
-                for case, speed in row["speeds"].items()
-                if (best := max((medians[r].get(case, 0.0) for r in rivals), default=0.0))
-            }
-        if peer.name in found.kept:
-            row["kept"] = statistics.median(found.kept[peer.name])
-        row["runs"] = {case: len(values) for case, values in found.speeds[peer.name].items()}
-        made.append(row)
-    return made
-
-
-def to_markdown(report: dict[str, Any]) -> str:
-    """The table of a report, and where it was made."""
-    cases, results = report["cases"], report["results"]
-    with_kept = any("kept" in row for row in results)
-    header = ["engine", "bits", *(f"{case} tok/s" for case in cases)]
-    header += ["kept beside a neighbour"] if with_kept else []
-    lines = []
-    for row in results:
-        cells = [row["engine"], row["bits"]]
-        for case in cases:
-            ratio = row.get("ratios", {}).get(case)
-            speed = row["speeds"].get(case)
-            cells.append("" if speed is None else f"{speed:.1f}")
-            cells[-1] += "" if ratio is None or speed is None else f" ({ratio:.2f}x)"
-        if with_kept:
-            cells.append(f"{row['kept']:.2f}" if "kept" in row else "")
-        lines.append(cells)
-    note = (
-        f"In brackets: over the best peer of as many bits. {report['rounds']} rounds; "
-        f"{report['discarded']} runs were thrown away because others computed."
-    )
-    return "\n\n".join(
-        (markdown_table(header, lines), note, environment_markdown(report["environment"]))
-    )
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -219,13 +176,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--only", nargs="+", choices=PEERS, default=USUAL,
         help="all on the embedded model; those on a hybrid one, with random weights, only by name",
     )  # fmt: skip
-    which.add_argument("--gguf", type=Path, help="ours and llama.cpp on this file")
+    which.add_argument(
+        "--gguf", type=Path, nargs="+", metavar="FILE",
+        help="ours and llama.cpp on each of these files, of one tokenizer",
+    )  # fmt: skip
     run.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     run.add_argument("--seconds", type=float, default=600, help="begin no round later (600)")
     run.add_argument(
         "--prompts", type=Path, help="JSONL with questions; a few of ours when omitted"
     )
     run.add_argument("--max-tokens", type=int, default=64, help="of an answer (64)")
+    run.add_argument("--chat-tokens", type=int, help="of a chat, at most; all when omitted")
     run.add_argument("--prefill-tokens", type=int, default=512, help="(512)")
     run.add_argument("--num-threads", type=int, help="of every engine; all processors when omitted")
     run.add_argument("--with-neighbour", action="store_true", help="also beside a busy process")
@@ -247,12 +208,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure until the time is over, one round at least; the report."""
+@contextlib.contextmanager
+def started(args: argparse.Namespace) -> Iterator[Contest]:
+    """All engines, loaded and warm."""
     from atom.platform import default_num_threads
 
     threads = args.num_threads or default_num_threads()
-    peers = [PEERS[name] for name in args.only] if args.gguf is None else peers_on(args.gguf)
+    if args.gguf is None:
+        peers = [PEERS[name] for name in args.only]
+    else:
+        peers = [peer for file in args.gguf for peer in peers_on(file)]
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(Worker.start(PROBE, args.home, threads))
         workers = {
@@ -261,32 +226,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         }
         contest = Contest(args, workers, probe)
         contest.warm_up()
+        yield contest
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure until the time is over, one round at least; the report."""
+    with started(args) as contest:
         began = time.monotonic()
         while not contest.found.rounds or time.monotonic() - began < args.seconds:
             contest.round()
             print(f"round {contest.found.rounds} done", file=sys.stderr, flush=True)
-        versions: dict[str, str] = {}
-        for worker in workers.values():
-            versions |= {f"{worker.peer.engine}: {k}": v for k, v in worker.versions.items()}
-            if worker.peer.fallback is not None and worker.options == worker.peer.fallback:
-                versions[worker.peer.name] = f"crashed, so with {worker.options}"
-    found = contest.found
-    low, *_, high = sorted(found.bandwidth)
-    middle = statistics.median(found.bandwidth)
-    facts = environment() | versions | {
-        "threads": threads,
-        "features": "AVX2 alone, but for OpenVINO" if args.avx2 else cpu_features(),
-        "read bandwidth": f"{middle / 1e9:.1f} GB/s ({low / 1e9:.1f} to {high / 1e9:.1f})",
-    }  # fmt: skip
-    return {
-        "environment": facts,
-        "cases": list(args.cases),
-        "rounds": found.rounds,
-        "discarded": found.discarded,
-        "results": rows(found, peers, args.cases),
-        "speeds": found.speeds,
-        "kept": found.kept,
-    }
+        return contest.report()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,8 @@
 python benchmarks/cpu_roofline.py                           # the embedded model as it is stored
 python benchmarks/cpu_roofline.py --model MODEL --dtype bfloat16 --quantization int8
 python benchmarks/cpu_roofline.py --batch-sizes 1 --contexts 128 --num-speculative-tokens 0
-python benchmarks/cpu_roofline.py --plot step.png           # batch 1 to 64, context 128 to 8k
+python benchmarks/cpu_roofline.py --growth --output-json smol.json  # batch 1 to 64, to 32k tokens
+python benchmarks/cpu_roofline.py --growth --model 1b.gguf --plot steps.png --plot-with smol.json
 
 The limits are measured first. Each op, and each step, has bytes that it must move at least (weights
 as they are held, keys and values, inputs and outputs) and operations that it must compute; the
@@ -11,13 +12,15 @@ longer of the two times at the limits over the time measured is its share of the
 timed with cold caches; a whole step of a small model may find some of it in a cache. A step is all
 that the engine does from one token of every sequence to the next. With drafts (k > 0) it
 contains their making, but bytes and operations are the target's. Prompts are not computed, so
-tokens mean nothing and few drafts are right.
+tokens mean nothing and few drafts are right. `--growth` measures only how the time of a step grows
+with sequences and contexts, up to the longest of `--contexts`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import statistics
 import sys
 import time
@@ -42,8 +45,10 @@ from atom.bench.report import (
 _WARMUP_STEPS = 4
 # Of prompts, in a step that pretends; and in all, which the default cache has room for.
 _TOKENS_OF_STEP, _MOST_STARTED_TOKENS = 4096, 192 * 1024
-_PLOTTED_BATCHES = [1, 2, 4, 8, 16, 32, 64]
-_PLOTTED_CONTEXTS = [128, 512, 2048, 8000]
+# For the block more that each sequence could have where another starts.
+_SPARE_TOKENS = 32
+_GROWING_BATCHES = [1, 2, 4, 8, 16, 32, 64]
+_GROWING_CONTEXTS = [128, 512, 2048, 8000, 32000]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -67,10 +72,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill-tokens", type=int, default=512, help=default.strip())
     parser.add_argument("--steps", type=int, default=16, help=f"that are timed{default}")
     parser.add_argument("--num-threads", type=int, help="all processors when omitted")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG of steps without drafts")
+    parser.add_argument(
+        "--growth", action="store_true",
+        help=f"measure steps of {', '.join(map(str, _GROWING_BATCHES))} sequences with contexts "
+        f"of {', '.join(map(str, _GROWING_CONTEXTS))} tokens, without drafts, and nothing else",
+    )  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG of what --growth measures")
+    parser.add_argument(
+        "--plot-with", type=Path, nargs="+", default=[], metavar="REPORT",
+        help="reports of --growth that are drawn beside it",
+    )  # fmt: skip
     parser.add_argument("--output-json", type=Path)
     parser.add_argument("--output-md", type=Path)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.plot is not None and not args.growth:
+        parser.error("--plot draws what --growth measures: give both")
+    if args.plot_with and args.plot is None:
+        parser.error("--plot-with needs --plot FILE")
+    if args.growth:
+        args.batch_sizes, args.num_speculative_tokens = _GROWING_BATCHES, [0]
+        args.contexts = [c for c in _GROWING_CONTEXTS if c <= max(args.contexts)]
+    return args
 
 
 class Roofline:
@@ -96,13 +118,10 @@ class Roofline:
             self.table = self.table or engine.ops
             for context in self._args.contexts:
                 for batch in self._args.batch_sizes:
-                    self._step(
-                        engine, k, batch, context, with_ops=context == min(self._args.contexts)
-                    )
-            if k == 0:
+                    with_ops = context == min(self._args.contexts) and not self._args.growth
+                    self._step(engine, k, batch, context, with_ops=with_ops)
+            if k == 0 and not self._args.growth:
                 self._prefill(engine)
-                if self._args.plot is not None:
-                    self._plot(engine)
             engine.shutdown()
 
     def _engine(self, k: int) -> DecodeEngine:
@@ -115,13 +134,12 @@ class Roofline:
             (Path(args.model) if args.model else embedded_model(), draft or Path()),
             k,
             eager=False,
-            batch_sizes=tuple(
-                sorted({*args.batch_sizes, *(_PLOTTED_BATCHES if args.plot else [])})
-            ),
+            batch_sizes=tuple(sorted(set(args.batch_sizes))),
             prompt_len=args.prefill_tokens,
             max_model_len=max(args.prefill_tokens, *args.contexts)
             + (args.steps + _WARMUP_STEPS + 2) * (k + 1)
-            + self._starting_steps(),
+            + self._starting_steps()
+            + _SPARE_TOKENS,
             dtype=args.dtype,
             kv_cache_dtype=args.kv_cache_dtype,
             device="cpu",
@@ -134,13 +152,14 @@ class Roofline:
 
     def _starting_steps(self) -> int:
         """Pretended steps, at most, in which a sequence may decode until all others do, too."""
-        batches = [*self._args.batch_sizes, *(_PLOTTED_BATCHES if self._args.plot else [])]
-        batch: int = max(batches)
+        batch: int = max(self._args.batch_sizes)
         num_tokens: int = min(batch * max(self._args.contexts), _MOST_STARTED_TOKENS)
         return 1 + num_tokens // _TOKENS_OF_STEP
 
-    def _measured(self, engine: DecodeEngine, k: int, batch: int, context: int) -> float | None:
-        """Seconds of a step, the engine left running; None when the cache is too small."""
+    def _measured(
+        self, engine: DecodeEngine, k: int, batch: int, context: int
+    ) -> list[float] | None:
+        """Seconds of steps, the engine left running; None when the cache is too small."""
         steps = self._args.steps + _WARMUP_STEPS + 2
         if batch > engine.most_seqs(context + steps * (k + 1) + self._starting_steps()):
             self.left_out.append(
@@ -150,15 +169,17 @@ class Roofline:
         engine.start(batch, context, pretend=True)
         for _ in range(_WARMUP_STEPS):
             engine.step()
-        return statistics.median(_timed(engine) for _ in range(self._args.steps))
+        return [_timed(engine) for _ in range(self._args.steps)]
 
     def _step(
         self, engine: DecodeEngine, k: int, batch: int, context: int, *, with_ops: bool
     ) -> None:
-        if (seconds := self._measured(engine, k, batch, context)) is None:
+        if (found := self._measured(engine, k, batch, context)) is None:
             return
+        seconds = statistics.median(found)
         num_bytes, operations = engine.step_bytes(), operations_of(engine)
         about = {"what": "decode", "k": k, "batch": batch, "context": context}
+        about |= {"least_seconds": min(found), "most_seconds": max(found)}
         self._add_step(about, seconds, num_bytes, operations)
         if with_ops and k == 0:
             self._add_ops(engine, f"decode, batch {batch}", seconds)
@@ -175,19 +196,10 @@ class Roofline:
             if last:
                 tokens = self._args.prefill_tokens
                 about = {"what": "prefill", "k": 0, "batch": 1, "context": tokens}
+                about |= {"least_seconds": min(found[1:]), "most_seconds": max(found[1:])}
                 self._add_step(about, statistics.median(found[1:]), num_bytes, operations)
                 self._add_ops(engine, f"prefill of {tokens}", statistics.median(found[1:]))
             engine.stop()
-
-    def _plot(self, engine: DecodeEngine) -> None:
-        points: dict[int, list[tuple[int, float, float]]] = {}
-        for context in (c for c in _PLOTTED_CONTEXTS if c <= max(self._args.contexts)):
-            for batch in _PLOTTED_BATCHES:
-                if (seconds := self._measured(engine, 0, batch, context)) is not None:
-                    least = self.limits.seconds(engine.step_bytes(), operations_of(engine))
-                    points.setdefault(context, []).append((batch, seconds, least))
-                    engine.stop()
-        plot_steps(points, self._args.plot)
 
     def _add_step(
         self, about: dict[str, Any], seconds: float, num_bytes: int, operations: dict[str, float]
@@ -231,7 +243,7 @@ def to_markdown(report: dict[str, Any]) -> str:
         for kind in limits["ours"]
     ]
     steps = [
-        (r["what"], r["batch"], r["context"], r["k"], f"{1e3 * r['seconds']:.2f}", *_numbers(r))
+        (r["what"], r["batch"], r["context"], r["k"], _milliseconds(r), *_numbers(r))
         for r in report["steps"]
     ]
     ops = [
@@ -249,6 +261,11 @@ def to_markdown(report: dict[str, Any]) -> str:
         parts.append("Not run:\n\n" + "\n".join(f"- {line}" for line in report["left_out"]))
     parts.append(f"```\n{report['kernels']}\n```")
     return "\n\n".join((*parts, environment_markdown(report["environment"])))
+
+
+def _milliseconds(row: dict[str, Any]) -> str:
+    least, most = 1e3 * row["least_seconds"], 1e3 * row["most_seconds"]
+    return f"{1e3 * row['seconds']:.2f} ({least:.2f} to {most:.2f})"
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, ...]:
@@ -277,7 +294,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ops": roofline.ops,
         "left_out": roofline.left_out,
         "kernels": roofline.table,
+        "model": Path(args.model).stem if args.model else "the embedded model",
     }
+    if args.plot is not None:
+        reports = [json.loads(path.read_text()) for path in args.plot_with]
+        plot_steps([*reports, report], args.plot)
     markdown = to_markdown(report)
     print(markdown)
     write_text(args.output_md, markdown + "\n")

@@ -49,6 +49,7 @@ _SCALES = {
 class Shape:
     """Attributes:
     wide: of a feed-forward layer, or of an expert.
+    context: the longest, in tokens.
     experts, used: 0 where there are none.
     """
 
@@ -59,13 +60,14 @@ class Shape:
     kv_heads: int
     head: int
     wide: int
+    context: int
     experts: int = 0
     used: int = 0
 
 
 SHAPES = {
-    "llama-1b": Shape("llama", 16, 2048, 32, 8, 64, 8192),
-    "qwen3-30b-a3b": Shape("qwen3moe", 48, 2048, 32, 4, 128, 768, 128, 8),
+    "llama-1b": Shape("llama", 16, 2048, 32, 8, 64, 8192, 131072),
+    "qwen3-30b-a3b": Shape("qwen3moe", 48, 2048, 32, 4, 128, 768, 40960, 128, 8),
 }
 
 
@@ -99,7 +101,7 @@ class Writer:
         shape = self._shape
         keys: dict[str, Any] = {
             "block_count": self._layers,
-            "context_length": 8192,
+            "context_length": shape.context,
             "embedding_length": shape.hidden,
             "feed_forward_length": shape.wide,
             "attention.head_count": shape.heads,

@@ -71,7 +71,11 @@ def test_speeds_of_a_round(contest: Any) -> None:
     assert ours["decode-8"] == [pytest.approx(80)]
     assert ours["prefill"] == [50]
     assert workers["atom-8"].asked == [(1, 1), (1, 11), (8, 1), (8, 11), (1, 1)]
-    assert len(made.found.bandwidth) == 3
+    assert len(made.found.bandwidth) == 4
+    assert {name: len(around) for name, around in made.found.beside.items()} == {
+        "atom-8": 1,
+        "llama.cpp-8": 1,
+    }
 
 
 def test_the_first_runs_are_not_counted(contest: Any) -> None:
@@ -85,37 +89,41 @@ def test_the_first_runs_are_not_counted(contest: Any) -> None:
 def test_disturbed_runs_are_thrown_away(contest: Any) -> None:
     made, _ = contest([0.5, 0.0, *[0.2] * 4], cases=("decode-1",))
     made.round()
-    counts = {name: len(speeds["decode-1"]) for name, speeds in made.found.speeds.items()}
-    assert sorted(counts.values()) == [0, 1]
+    found = {name: speeds["decode-1"] for name, speeds in made.found.speeds.items()}
+    assert found == {"llama.cpp-8": [pytest.approx(5)], "atom-8": [None]}
     assert made.found.discarded == 5
     made, workers = contest([], cases=("decode-1",))
     workers["atom-8"]._step = -0.01
     made.round()
-    assert made.found.speeds["atom-8"]["decode-1"] == []
+    assert made.found.speeds["atom-8"]["decode-1"] == [None]
     made, _ = contest([0.5] * 2, cases=("decode-1",), any_load=True)
     made.round()
     assert made.found.discarded == 0
 
 
 def test_the_table(benchmark_module: Module) -> None:
+    """Ratios are those of single rounds, to the peer with the best median."""
     peers = benchmark_module("compare_peers")
     speeds = {
-        "atom-8": [90.0, 100.0, 300.0],
-        "llama.cpp-8": [50.0],
-        "openvino-8": [80.0],
-        "transformers-16": [400.0],
+        "atom-8": [90.0, 100.0, 300.0, 50.0],
+        "llama.cpp-8": [50.0, 60.0, 70.0, 10.0],
+        "openvino-8": [100.0, 80.0, 100.0, None],
+        "transformers-16": [400.0] * 4,
     }
     found = peers.Found(
-        {name: {"decode-1": values, "prefill": []} for name, values in speeds.items()},
+        {name: {"decode-1": values, "prefill": [None] * 4} for name, values in speeds.items()},
         kept={"atom-8": [0.9, 0.7, 0.8]},
+        beside={"atom-8": [1e4, 1e4, 4e4, 1e4]},
     )
     chosen = [peers.PEERS[name] for name in speeds]
+    chosen[0] = replace(chosen[0], token_bytes=80)
     rows = peers.rows(found, chosen, ["decode-1", "prefill"])
-    assert rows[0]["ratios"] == {"decode-1": 1.25}
-    report = {"cases": ["decode-1", "prefill"], "results": rows, "rounds": 3, "discarded": 2}
+    assert rows[0]["ratios"] == {"decode-1": (1.25, 0.9, 3)}
+    assert rows[0]["share"] == (pytest.approx(0.66), pytest.approx(0.4), pytest.approx(0.8))
+    report = {"cases": ["decode-1", "prefill"], "results": rows, "rounds": 4, "discarded": 2}
     text = peers.to_markdown({**report, "environment": {"cpu": "some"}})
-    assert "| atom-8 | 8 | 100.0 (1.25x) |  | 0.80 |" in text
-    assert "| openvino-8 | 8 | 80.0 |  |  |" in text
+    assert "| atom-8 | 8 | 95.0 (1.25x, 0.90 to 3.00) |  | 0.80 | 0.66 (0.40 to 0.80) |" in text
+    assert "| openvino-8 | 8 | 100.0 |  |  |  |" in text
     assert "2 runs were thrown away" in text
 
 
@@ -228,10 +236,17 @@ def test_random_files(
         assert len(spreads) == (26 if small.experts else 20)
         assert all("norm" in name or 0.01 < size < 0.04 for name, size in spreads.items()), spreads
     ours, theirs = benchmark_module("_peer_process").peers_on(tmp_path / "q4_k_m.gguf")
-    assert (ours.name, theirs.name) == ("atom-file", "llama.cpp-file")
+    assert (ours.name, theirs.name) == ("atom-q4_k_m", "llama.cpp-q4_k_m")
     assert ours.is_rival(theirs)
     assert 4 < ours.bits < 8
     assert ours.model(tmp_path) == tmp_path / "q4_k_m.gguf"
+    other, _ = benchmark_module("_peer_process").peers_on(tmp_path / "q4_0.gguf")
+    assert not other.is_rival(theirs)
+    # The embedding is the output's as well; of two experts one is used.
+    sizes = {str(tensor.name): int(tensor.n_bytes) for tensor in tensors}
+    idle = sum(size for name, size in sizes.items() if "_exps" in name) // 2
+    reads = benchmark_module("_peer_process").peers_on(tmp_path / f"{kind}.gguf")[0].token_bytes
+    assert reads == sum(sizes.values()) - idle
 
 
 def test_hybrids_are_compared_with_each_other(benchmark_module: Module) -> None:
@@ -263,6 +278,24 @@ def test_setup_keeps_what_is_there(
 
 
 @linux
+def test_work_of_what_a_process_started(benchmark_module: Module) -> None:
+    quiet = benchmark_module("_quiet")
+    program = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'while True: pass'])"
+    with psutil.Popen([sys.executable, "-c", program]) as parent:
+        wait_until(lambda: len(parent.children()) == 1)
+        (child,) = parent.children()
+        try:
+            all_but_us, all_but_them = quiet.OtherWork(()), quiet.OtherWork((parent.pid,))
+            begun = child.cpu_times().user
+            wait_until(lambda: child.cpu_times().user > begun + 0.3)
+            assert all_but_us._others() - all_but_us._start > 0.25 + (
+                all_but_them._others() - all_but_them._start
+            )
+        finally:
+            child.kill()
+
+
+@linux
 def test_work_of_others(benchmark_module: Module) -> None:
     quiet = benchmark_module("_quiet")
     with quiet.neighbour() as pid:
@@ -281,8 +314,9 @@ def test_options(benchmark_module: Module, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         parse(["run", "--home", "x", "--gguf", "a.gguf", "--only", "atom-4"])
     with pytest.raises(SystemExit):
-        parse(["setup", "--home", "x", "--packages", "vllm", "a"])
+        parse(["setup", "--home", "x", "--packages", "vllm-gpu", "a"])
     assert (
-        "the peers are transformers, llama.cpp, llama.cpp-avx2, openvino" in capsys.readouterr().err
+        "the peers are transformers, llama.cpp, llama.cpp-avx2, openvino, vllm"
+        in capsys.readouterr().err
     )
     assert json.dumps(parse(["run", "--home", "x"]).only)

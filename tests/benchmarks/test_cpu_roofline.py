@@ -29,25 +29,65 @@ def test_the_longer_time_is_the_least(benchmark_module: Module) -> None:
     assert limits.seconds(10, {"bfloat16": 4, "int8": 16}) == 1 + 2
 
 
-def test_a_rehearsal(
+@pytest.fixture
+def tiny(
     benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Callable[..., dict[str, Any]]:
+    """Runs the program on a tiny model, small limits, and a cache of 420 tokens; its report."""
     limits, ops = benchmark_module("_cpu_limits"), benchmark_module("_cpu_ops")
     for name, value in (("_READ_BYTES", 4096), ("_SIZE", 64), ("_ROWS", 16), ("_REPEATS", 1)):
         monkeypatch.setattr(limits, name, value)
     monkeypatch.setattr(ops, "_EVICTING_BYTES", 4096)
     shapes = benchmark_module("_decode_shapes")
-    target, draft = shapes.write_configs(tmp_path, shapes.SHAPES["tiny"], 256)
-    report_path, plot = tmp_path / "report.json", tmp_path / "plot.png"
+    target, draft = shapes.write_configs(tmp_path, shapes.SHAPES["tiny"], 512)
+    path = tmp_path / "report.json"
     argv = ["--model", str(target), "--draft-model", str(draft), "--load-format", "dummy"]
-    argv += ["--dtype", "float32", "--num-threads", "1", "--steps", "1", "--plot", str(plot)]
-    argv += ["--batch-sizes", "2", "--contexts", "40", "200", "--prefill-tokens", "32"]
-    argv += ["--kv-cache-memory", str(2 * 2 * 2 * 16 * 4 * 400), "--output-json", str(report_path)]
+    argv += ["--dtype", "float32", "--num-threads", "1", "--steps", "1"]
+    argv += ["--prefill-tokens", "32", "--kv-cache-memory", str(2 * 2 * 2 * 16 * 4 * 420)]
 
-    assert benchmark_module("cpu_roofline").main(argv) == 0
+    def run(*more: str) -> dict[str, Any]:
+        program = benchmark_module("cpu_roofline")
+        assert program.main([*argv, *more, "--output-json", str(path)]) == 0
+        report: dict[str, Any] = json.loads(path.read_text())
+        return report
 
-    report = json.loads(report_path.read_text())
+    return run
+
+
+def test_growth(
+    benchmark_module: Module,
+    tiny: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Steps by sequences and context and nothing else, in a picture with those of a report."""
+    program = benchmark_module("cpu_roofline")
+    monkeypatch.setattr(program, "_GROWING_BATCHES", [1, 2])
+    monkeypatch.setattr(program, "_GROWING_CONTEXTS", [20, 40, 1000])
+    report = tiny("--growth", "--contexts", "40")
+    assert report["left_out"] == []
+    steps = [(r["what"], r["batch"], r["context"], r["k"]) for r in report["steps"]]
+    assert steps == [("decode", n, context, 0) for context in (20, 40) for n in (1, 2)]
+    assert report["ops"] == []
+    for row in report["steps"]:
+        assert row["least_seconds"] <= row["seconds"] <= row["most_seconds"]
+    other, plot = tmp_path / "other.json", tmp_path / "plot.png"
+    other.write_text(json.dumps(report))
+    drawn: list[list[dict[str, Any]]] = []
+    draw = program.plot_steps
+    monkeypatch.setattr(program, "plot_steps", lambda r, path: (drawn.append(r), draw(r, path)))
+    tiny("--growth", "--contexts", "20", "--plot", str(plot), "--plot-with", str(other))
+    assert [len(r["steps"]) for r in drawn[0]] == [4, 2]
     assert plot.stat().st_size > 0
+    for wrong in (["--plot", "a.png"], ["--growth", "--plot-with", "a.json"]):
+        with pytest.raises(SystemExit):
+            program.parse_args(wrong)
+    assert "--plot-with needs --plot FILE" in capsys.readouterr().err
+
+
+def test_a_rehearsal(tiny: Callable[..., dict[str, Any]]) -> None:
+    report = tiny("--batch-sizes", "2", "--contexts", "40", "200")
     steps = [(r["what"], r["batch"], r["context"], r["k"]) for r in report["steps"]]
     assert steps == [("decode", 2, 40, 0), ("prefill", 1, 32, 0), ("decode", 2, 40, 3)]
     assert "batch 2 at 200 tokens, k=0: the cache is too small" in report["left_out"]
