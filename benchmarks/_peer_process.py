@@ -148,7 +148,7 @@ class Worker:
         """Start it and wait until its model is loaded.
 
         Args:
-            avx2: without newer instructions; OpenVINO cannot be kept from them.
+            avx2: without newer instructions; OpenVINO and vLLM are not kept from them.
 
         Raises:
             RuntimeError: when it ends instead.

@@ -60,7 +60,7 @@ class Contest:
         middle = statistics.median(found.bandwidth)
         facts = environment() | versions | {
             "threads": self._probe.threads,
-            "features": "AVX2 alone, but for OpenVINO" if self._args.avx2 else cpu_features(),
+            "features": "AVX2 alone, but for OpenVINO and vLLM" if self._args.avx2 else cpu_features(),
             "read bandwidth": f"{middle / 1e9:.1f} GB/s ({low / 1e9:.1f} to {high / 1e9:.1f})",
         }  # fmt: skip
         return {
@@ -193,7 +193,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument(
         "--avx2", action="store_true",
         help="as on a processor with AVX2 and nothing newer: ours and transformers by their "
-        "settings, llama.cpp as `setup --only llama.cpp-avx2` compiled it; OpenVINO as it is",
+        "settings, llama.cpp as `setup --only llama.cpp-avx2` compiled it; the others as they are",
     )  # fmt: skip
     run.add_argument("--any-load", action="store_true", help="a rehearsal: throw no run away")
     run.add_argument("--output-json", type=Path)
