@@ -38,6 +38,7 @@ _MOST_FOREIGN_CORES = 0.1
 _ATTEMPTS = 4
 _BANDWIDTH_READS = 5
 _BYTES_OF_A_READ = 4 << 27
+_WITH_AVX2 = "AVX2 alone, but for OpenVINO and vLLM"
 
 
 class Contest:
@@ -60,7 +61,7 @@ class Contest:
         middle = statistics.median(found.bandwidth)
         facts = environment() | versions | {
             "threads": self._probe.threads,
-            "features": "AVX2 alone, but for OpenVINO and vLLM" if self._args.avx2 else cpu_features(),
+            "features": _WITH_AVX2 if self._args.avx2 else cpu_features(),
             "read bandwidth": f"{middle / 1e9:.1f} GB/s ({low / 1e9:.1f} to {high / 1e9:.1f})",
         }  # fmt: skip
         return {
