@@ -24,8 +24,8 @@ from atom.messages import EngineLimits, EngineRequest
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.model_runner import ModelRunner
-from atom.model_engine.step.carried_rows import CarriedRows
 from atom.model_engine.step.input_builder import InputBuilder, runs_op_by_op
+from atom.model_engine.step.next_step import CarriedRows
 from atom.model_engine.step.step_runner import StepRunner
 from atom.model_ops.attention.metadata import ModelInput, ModelOutput, SamplingMetadata
 from atom.sampling.ops import SamplingOps
@@ -136,7 +136,6 @@ class NullExecutor:
         inputs = InputBuilder(
             runs_op_by_op,
             sampler,
-            None,
             max_num_tokens=num_seqs * context,
             max_num_seqs=num_seqs,
             max_model_len=longest,

@@ -74,18 +74,16 @@ class BlockTables:
 
 
 class StepTables:
-    """Copies of rows of block tables, where the programs of recorded steps find them.
+    """Copies of the rows of a step's sequences, anew in each step.
 
-    Those of as many sequences with as wide tables are the same tensor, which is filled only if it
-    does not hold what is wanted already.
+    Attributes:
+        in_place: whether they are at the same addresses in each step.
     """
+
+    in_place = False
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
-        self._memory = torch.zeros_like(tables.on_device).view(-1)
-        self._views: dict[tuple[int, int], torch.Tensor] = {}
-        # Width and rows of what the memory holds.
-        self._held: tuple[int, ...] = ()
 
     def select(self, sequences: Sequence[ScheduledSequence], rows: torch.Tensor) -> torch.Tensor:
         """The sequences' block tables [B, width], after the tables' `update`.
@@ -93,6 +91,42 @@ class StepTables:
         Args:
             rows: [B], the sequences' rows.
         """
+        width = max([s.num_blocks for s in sequences])
+        return self._tables.on_device[:, :width].index_select(0, rows)
+
+
+class GraphTables(StepTables):
+    """Where graphs gather the block tables of their sequences themselves.
+
+    Attributes:
+        on_device: [most sequences, width] int32.
+    """
+
+    def __init__(self, tables: BlockTables, num_sequences: int, width: int) -> None:
+        super().__init__(tables)
+        self.on_device = tables.on_device.new_zeros(num_sequences, width)
+
+    def select(self, sequences: Sequence[ScheduledSequence], rows: torch.Tensor) -> torch.Tensor:
+        return self.on_device[: len(sequences)]
+
+
+class StepTablesInPlace(StepTables):
+    """The same where the programs of recorded steps find them.
+
+    Those of as many sequences with as wide tables are the same tensor, which is filled only if it
+    does not hold what is wanted already.
+    """
+
+    in_place = True
+
+    def __init__(self, tables: BlockTables) -> None:
+        super().__init__(tables)
+        self._memory = torch.zeros_like(tables.on_device).view(-1)
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+        # Width and rows of what the memory holds.
+        self._held: tuple[int, ...] = ()
+
+    def select(self, sequences: Sequence[ScheduledSequence], rows: torch.Tensor) -> torch.Tensor:
         longest = max([s.num_blocks for s in sequences])
         most = self._tables.on_device.shape[1]
         width = min(max(_LEAST_WIDTH, 1 << (longest - 1).bit_length()), most)

@@ -173,3 +173,7 @@ def _share(layers: Iterable[RecurrentLayer]) -> list[_Pool]:
         for name, part in layer.state_parts().items():
             pools.setdefault((name, part), _Pool(name, part)).layers.append(layer)
     return list(pools.values())
+
+
+# Of a target without recurrent layers.
+NO_STATES = StatePool([], num_rows=0, most_drafts=0, device=torch.device("cpu"))

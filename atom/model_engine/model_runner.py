@@ -19,13 +19,14 @@ from atom.batch import (
     StepParts,
 )
 from atom.graphs.staging import Arriving
-from atom.kv_cache.state_pool import StatePool
+from atom.kv_cache.state_pool import NO_STATES, StatePool
 from atom.model_engine.step.input_builder import InputBuilder, StepInput
 from atom.model_engine.step.step_runner import StepRunner
 from atom.sampling.sampler import Sampled, Sampler
 from atom.sampling_params import Needs
 from atom.spec_decode.draft_policy import DraftNumbers
 from atom.spec_decode.drafter import NO_DRAFTS, Drafter, LaunchedDrafts, LookupDrafts
+from atom.spec_decode.grammar import NO_GRAMMARS
 
 _NOTHING = ScheduledBatch([], [], [])
 
@@ -35,24 +36,27 @@ def _shift_lookup_drafts(
     indices: Sequence[int],
     launched: LaunchedDrafts,
     found: LookupDrafts,
+    drafts: Sequence[tuple[list[int], str]],
     lost: Sequence[float],
 ) -> None:
     """Where the next step is launched, drafts that were looked up are for the one behind that.
 
     Args:
         indices: of the sampled sequences in `results`.
+        drafts: those that were merged, and their sources.
         lost: as `tokens_lost_by_overlap` of these.
     """
-    for index, drafts, looked_up, tokens in zip(indices, launched, found, lost, strict=True):
-        result = results[index]
-        draft_ids, source = result.draft_token_ids, result.draft_source
-        later: tuple[list[int], str] | None = None
-        if drafts is not None:
-            if looked_up is not None and draft_ids and source is not None:
+    columns = launched, found, drafts, lost
+    for index, verified, looked_up, (draft_ids, source), tokens in zip(
+        indices, *columns, strict=True
+    ):
+        later = None
+        if verified is not None:
+            if looked_up is not None and draft_ids:
                 later = draft_ids, source
             draft_ids = []
         results[index] = msgspec.structs.replace(
-            result,
+            results[index],
             draft_token_ids=draft_ids,
             drafts_after_next=later,
             tokens_lost_by_overlap=tokens,
@@ -72,7 +76,7 @@ class ModelRunner:
     Args:
         publish: called with what other ranks must do, after all that can fail because of a request
             and before the model runs; None when there are no others.
-        states: the target's recurrent states, if some are kept for prefix caching.
+        states: the target's recurrent states.
     """
 
     def __init__(
@@ -82,14 +86,13 @@ class ModelRunner:
         sampler: Sampler,
         drafter: Drafter,
         publish: Callable[[RankStep], RankStep] | None = None,
-        states: StatePool | None = None,
+        states: StatePool = NO_STATES,
     ) -> None:
         self.inputs = inputs
         self.steps = steps
         self._sampler = sampler
         self._drafter = drafter
         self._publish = publish
-        self._images = inputs.images
         self._states = states
         self._newest = _NOTHING
         # As a decorator it would be made anew in each step.
@@ -108,39 +111,39 @@ class ModelRunner:
         On a GPU this only launches kernels; nothing waits for them before `collect`.
         """
         with self._inference:
-            return self._launch(batch)
+            self._newest = batch
+            self._start(batch)
+            if not batch.sequences:
+                return self._launch_nothing(batch)
+            numbers = DraftNumbers()
+            if not self._drafter.drafts_after_lookup:
+                numbers = self._drafter.begin(batch.num_drafting)
+            step = self.inputs.build(batch)
+            if self._publish is not None:
+                rank_step = self._publish(RankStep.of(batch, numbers.made, step.sample.kind))
+                numbers = self._drafter.follow(numbers, rank_step.num_drafts)
+            has_grammars = bool(step.sample.needs & Needs.GRAMMAR)
+            if self._drafter.drafts_after_lookup or (
+                self._drafter.drafts_within_grammars and has_grammars
+            ):
+                output = self._draft_after_sampling(batch, step, numbers)
+                return LaunchedStep(lambda: output)
+            done = self.steps.run(batch.sequences, step, numbers.made)
+            proposed, parts = done.draft(numbers.made)
+            self.inputs.carried.leave(step, done.verified, proposed)
+            if self._sampler.failure is not None:
+                self._sampler.raise_failure()
+            num_made = 0 if proposed is None else len(proposed.tensors)
+            arriving = self.steps.send_to_host(proposed, done.verified)
+            collect = partial(self._collect, batch, step, arriving, num_made, numbers, parts)
+            return LaunchedStep(collect, numbers.made if num_made else 0, self._drafter.source)
 
-    def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        self._newest = batch
-        self._start(batch)
-        numbers = DraftNumbers()
-        if not self._drafter.drafts_after_lookup:
-            numbers = self._drafter.begin(batch.num_drafting)
-        step = self.inputs.build(batch) if batch.sequences else None
+    def _launch_nothing(self, batch: ScheduledBatch) -> LaunchedStep:
+        """A step without sequences, which other ranks are told of, and other engines wait for."""
         if self._publish is not None:
-            kind = None if step is None else step.sample.kind
-            rank_step = self._publish(RankStep.of(batch, numbers.made, kind))
-            numbers = self._drafter.follow(numbers, rank_step.num_drafts)
-            self._run_dummy_step(rank_step)
-        if step is None:
-            nothing = StepOutput([], self._drafter.num_lookup_tokens)
-            return LaunchedStep(lambda: nothing)
-        has_grammars = bool(step.sample.needs & Needs.GRAMMAR)
-        if self._drafter.drafts_after_lookup or (
-            self._drafter.drafts_within_grammars and has_grammars
-        ):
-            output = self._draft_after_sampling(batch, step, numbers)
-            return LaunchedStep(lambda: output)
-        done = self.steps.run(batch.sequences, step, numbers.made)
-        proposed, parts = done.draft(numbers.made)
-        if step.carried is not None:
-            step.carried.rows.leave(step.carried, done.verified, step.model_input, proposed)
-        if self._sampler.failure is not None:
-            self._sampler.raise_failure()
-        num_made = 0 if proposed is None else len(proposed.tensors)
-        arriving = self.steps.send_to_host(proposed, done.verified)
-        collect = partial(self._collect, batch, step, arriving, num_made, numbers, parts)
-        return LaunchedStep(collect, numbers.made if num_made else 0, self._drafter.source)
+            self._run_dummy_step(self._publish(RankStep.of(batch, 0)))
+        nothing = StepOutput([], self._drafter.lookup.num_tokens)
+        return LaunchedStep(lambda: nothing)
 
     def _collect(
         self,
@@ -156,17 +159,16 @@ class ModelRunner:
         made, arrays = arrays[:num_made], arrays[num_made:]
         sampled = self._sampler.take(step.sample, arrays)
         rows = [batch.sequences[i].row for i in step.sample.layout.indices]
-        launched = None
+        launched: LaunchedDrafts = [None] * len(rows)
         if self._drafter.has_lookup and self._newest is not batch:
             launched = self._launched_drafts(rows, made)
         found = self._look_up(batch, step, launched)
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
             drafts = self._drafter.merge(numbers, rows, found, made, allowed, launched)
         output = self._output(batch, step, sampled, drafts, parts)
-        if step.carried is not None and self._drafter.has_lookup:
-            launched, lost = launched or [None] * len(rows), self._drafter.tokens_lost_by_overlap
-            indices = step.sample.layout.indices
-            _shift_lookup_drafts(output.sequences, indices, launched, found, lost)
+        if self.inputs.carried.overlaps and self._drafter.has_lookup:
+            indices, lost = step.sample.layout.indices, self._drafter.tokens_lost_by_overlap
+            _shift_lookup_drafts(output.sequences, indices, launched, found, drafts, lost)
         return output
 
     def _launched_drafts(self, rows: Sequence[int], made: Sequence[np.ndarray]) -> LaunchedDrafts:
@@ -180,9 +182,9 @@ class ModelRunner:
         launched: list[list[int] | None] = []
         for i, row in enumerate(rows):
             drafts = None
-            if (part := ahead.get(row)) is not None:
-                drafts = part.draft_token_ids
-                if drafts and not part.knows_drafts:
+            if row in ahead:
+                drafts = ahead[row].draft_token_ids
+                if drafts and not ahead[row].knows_drafts:
                     drafts = made[0][i, : len(drafts)].tolist()
             launched.append(drafts)
         return launched
@@ -198,8 +200,8 @@ class ModelRunner:
             numbers = self._drafter.begin_with(found)
         rows = [batch.sequences[i].row for i in step.sample.layout.indices]
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
-            guides = allowed is not None and done.propose is not None and numbers.made > 0
-            guide = allowed.guide(found) if guides and allowed is not None else None
+            follows = allowed is not NO_GRAMMARS and numbers.made > 0
+            guide = allowed.guide(found) if follows else None
             proposed, parts = done.draft(numbers.made, guide)
             made = self.steps.send_to_host(proposed)()
             drafts = self._drafter.merge(numbers, rows, found, made, allowed)
@@ -220,8 +222,7 @@ class ModelRunner:
         sample = replace(step.sample, kind=kind)
         done = self.steps.run(batch.sequences, replace(step, sample=sample), numbers.made)
         proposed, _ = done.draft(numbers.made)
-        if step.carried is not None:
-            step.carried.rows.leave(step.carried, done.verified, step.model_input, proposed)
+        self.inputs.carried.leave(step, done.verified, proposed)
 
     def _run_dummy_step(self, rank_step: RankStep) -> None:
         """Compute a padding row, and drafts after it, if other engines need this one's experts."""
@@ -229,12 +230,11 @@ class ModelRunner:
             self.steps.run_padding(self.inputs.padding(), rank_step.num_drafts)
 
     def _start(self, batch: ScheduledBatch) -> None:
-        if self._images is not None:
-            self._images.start(batch)
-        if batch.freed_rows:
+        if batch.new or batch.freed_rows:
+            self.inputs.images.start(batch)
             self._sampler.forget(batch.freed_rows)
         self._drafter.start(batch)
-        if self._states is not None:
+        if self._states.num_slots:
             self._states.start(batch)
 
     def _look_up(
@@ -268,5 +268,6 @@ class ModelRunner:
         ):
             prompt = sampled.prompt_logprobs.get(index) if sampled.prompt_logprobs else None
             results[index] = SequenceResult(tokens, logprobs, prompt, draft_ids, source, failure)
-        encoder = None if self._images is None else self._images.take_counts()
-        return StepOutput(results, self._drafter.num_lookup_tokens, parts, encoder)
+        images = self.inputs.images
+        encoder = images.take_counts() if images.are_read else None
+        return StepOutput(results, self._drafter.lookup.num_tokens, parts, encoder)

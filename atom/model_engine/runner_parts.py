@@ -8,18 +8,18 @@ from typing import Protocol
 import torch
 
 from atom.batch import LaunchedStep, RankStep, ScheduledBatch
+from atom.graphs.runner import FitOp
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.canary import KVCanary
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts
-from atom.model_engine.step.carried_rows import CarriedRows
-from atom.model_engine.step.encoder_cache import EncoderCache
 from atom.model_engine.step.input_builder import InputBuilder, runs_op_by_op
+from atom.model_engine.step.next_step import CarriedRows, NothingCarried
 from atom.model_engine.step.planned_graphs import draft_numbers
 from atom.model_engine.step.recorded_steps import RecordedSteps
 from atom.model_engine.step.step_graphs import StepGraphs
-from atom.model_engine.step.step_images import StepImages
+from atom.model_engine.step.step_images import EncoderCache, NoImages, StepImages
 from atom.model_engine.step.step_runner import StepRunner
 from atom.model_engine.step.watched_steps import WatchedInputs, WatchedRunner
 from atom.sampling.ops import SamplingOps
@@ -56,8 +56,7 @@ def create_runner(
     carried = _create_carried(rank, parts)
     inputs = _create_inputs(rank, parts, sampler, carried)
     steps = _create_steps(rank, parts, sampler, inputs)
-    states = parts.states if parts.states.num_slots else None
-    return ModelRunner(inputs, steps, sampler, parts.drafter, publish, states)
+    return ModelRunner(inputs, steps, sampler, parts.drafter, publish, parts.states)
 
 
 def create_watch(rank: Rank, parts: RankParts, runner: ModelRunner, num_blocks: int) -> Launcher:
@@ -93,9 +92,9 @@ def _create_sampler(rank: Rank, parts: RankParts, rows: SamplingRows, ops: Sampl
     )
 
 
-def _create_carried(rank: Rank, parts: RankParts) -> CarriedRows | None:
+def _create_carried(rank: Rank, parts: RankParts) -> NothingCarried:
     if not rank.overlaps:
-        return None
+        return NothingCarried()
     return CarriedRows.create(
         rank.config.scheduler.max_num_seqs,
         parts.drafter.max_drafts,
@@ -109,14 +108,19 @@ def _create_inputs(
     rank: Rank,
     parts: RankParts,
     sampler: Sampler,
-    carried: CarriedRows | None,
+    carried: NothingCarried,
 ) -> InputBuilder:
     scheduler = rank.config.scheduler
     create = InputBuilder if rank.config.cache.debug_kv_canary is None else WatchedInputs
+    fit: FitOp = runs_op_by_op
+    graph_tables = 0, 0
+    if parts.graphs is not None:
+        plan = parts.graphs.plan
+        fit, graph_tables = parts.graphs.fit, (plan.batch_sizes[-1], plan.table_width)
     return create(
-        runs_op_by_op if parts.graphs is None else parts.graphs.fit,
+        fit,
         sampler,
-        None if parts.graphs is None else parts.graphs.plan,
+        graph_tables,
         max_num_tokens=scheduler.max_num_batched_tokens,
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=rank.context.max_model_len,
@@ -133,10 +137,10 @@ def _create_inputs(
     )
 
 
-def _create_images(rank: Rank, parts: RankParts) -> StepImages | None:
+def _create_images(rank: Rank, parts: RankParts) -> NoImages:
     encoder, context = parts.model.image_encoder, rank.context
     if encoder is None:
-        return None
+        return NoImages()
     num_bytes = rank.config.cache.mm_cache_memory
     cache = EncoderCache(encoder, num_bytes, context.dtype, context.device)
     return StepImages(cache, context.device, parts.proposer.reads_images)

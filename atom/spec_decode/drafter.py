@@ -16,10 +16,10 @@ from atom.spec_decode.draft_policy import (
     FixedDrafts,
     Verification,
 )
-from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
+from atom.spec_decode.grammar import GRAMMAR, NO_GRAMMARS, GrammarDrafter, GrammarDrafts
 from atom.spec_decode.proposers.base import Proposer
 from atom.spec_decode.suffix_index import Continuation
-from atom.spec_decode.suffix_lookup import SuffixLookup
+from atom.spec_decode.suffix_lookup import NoLookup, SuffixLookup
 
 # Prompt and output tokens of a sequence.
 History = tuple[Sequence[int], Sequence[int]]
@@ -31,7 +31,7 @@ LaunchedDrafts = Sequence[list[int] | None]
 
 # Of a sequence that wants none.
 NO_DRAFTS = Continuation([], [])
-_NO_GRAMMARS = nullcontext(None)
+_WITHOUT_GRAMMARS = nullcontext(NO_GRAMMARS)
 # The proposer's accepted drafts, before any were verified, and the window of their mean.
 _FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
 
@@ -46,7 +46,8 @@ class Drafter:
         proposer: makes drafts on the device.
         max_drafts: most drafts of a sequence.
         source: the proposer's name in the statistics.
-        has_lookup: whether there is a lookup.
+        lookup: one that finds nothing if there is none.
+        has_lookup: whether there is one.
         drafts_after_lookup: whether the proposer runs after the lookup, and may be skipped. Not on
             a GPU, where the host would have to wait for the tokens in the middle of the step.
         drafts_within_grammars: whether the proposer follows grammars; not on a GPU, either.
@@ -54,6 +55,7 @@ class Drafter:
             `SequenceResult`: if the next lookup finds as much as this one.
 
     Args:
+        lookup: None if there is none.
         policy: chooses the numbers of drafts; None for the maximum.
         grammars: drafts for sequences with grammars; None if they have those of others alone.
         sync_is_free: whether a host sync costs nothing (the device is the CPU).
@@ -75,26 +77,21 @@ class Drafter:
         self.source = source
         self.has_lookup = lookup is not None
         self.drafts_after_lookup = self.has_lookup and sync_is_free
-        self.drafts_within_grammars = grammars is not None and sync_is_free
+        self._drafts_grammars = grammars is not None
+        self.drafts_within_grammars = self._drafts_grammars and sync_is_free
         num_proposed = proposer.lookahead.num_tokens
-        self.max_drafts = num_proposed if lookup is None else max(lookup.max_drafts, num_proposed)
+        self.lookup = lookup or NoLookup(source)
+        self.max_drafts = max(self.lookup.max_drafts, num_proposed)
         self.tokens_lost_by_overlap: list[float] = []
         self._is_ahead = is_ahead
-        self._lookup = lookup
-        self._lookup_source = source if lookup is None else lookup.source
         self._policy = policy or FixedDrafts(num_proposed, self.max_drafts)
-        self._grammars = grammars
+        self._grammars = grammars or GrammarDrafter(most=0)
         # Of the step that was merged last.
         self._merged = DraftNumbers()
         # By row, most drafts of a sequence whose request says so.
         self._limits: dict[int, int] = {}
         # Mean number of accepted drafts where the proposer made them, and its observations.
         self._accepted, self._num_observed = _FIRST_ACCEPTED, 1
-
-    @property
-    def num_lookup_tokens(self) -> int:
-        """Tokens that the lookup holds."""
-        return 0 if self._lookup is None else self._lookup.num_tokens
 
     @property
     def is_at_rest(self) -> bool:
@@ -111,11 +108,9 @@ class Drafter:
             self._change_rows(batch)
 
     def _change_rows(self, batch: ScheduledBatch) -> None:
-        if self._lookup is not None:
-            self._lookup.forget(batch.freed_rows)
-            self._lookup.start(batch.new)
-        if self._grammars is not None:
-            self._grammars.forget(batch.freed_rows)
+        self.lookup.forget(batch.freed_rows)
+        self.lookup.start(batch.new)
+        self._grammars.forget(batch.freed_rows)
         for row in batch.freed_rows:
             self._limits.pop(row, None)
         for new in batch.new:
@@ -151,11 +146,13 @@ class Drafter:
 
     def grammar_drafts(
         self, rows: Sequence[int], states: Sequence[SequenceState]
-    ) -> AbstractContextManager[GrammarDrafts | None]:
-        """Drafts of those of the sampled sequences that have grammars; None if none has."""
+    ) -> AbstractContextManager[GrammarDrafts]:
+        """Drafts of those of the sampled sequences that have grammars; `NO_GRAMMARS` if none has,
+        or their grammars draft nothing.
+        """
         grammars = [state.grammar for state in states]
-        if self._grammars is None or not any(grammars):
-            return _NO_GRAMMARS
+        if not self._drafts_grammars or not any(grammars):
+            return _WITHOUT_GRAMMARS
         outputs = [state.output_token_ids for state in states]
         return self._grammars.drafts(rows, grammars, outputs)
 
@@ -171,24 +168,23 @@ class Drafter:
         Args:
             launched: None if no sequence has a step that is.
         """
-        assert self._lookup is not None
         if self.is_at_rest:
-            if self._lookup.shares:
+            if self.lookup.shares:
                 for row, history in zip(rows, histories, strict=True):
-                    self._lookup.take_in(row, *history)
+                    self.lookup.take_in(row, *history)
             return [None] * len(rows)
         rival = self._accepted if self.proposer.reads_steps else 0.0
         if not self._is_ahead:
             pairs = zip(rows, histories, strict=True)
-            newest = [self._lookup.find(row, *history) for row, history in pairs]
+            newest = [self.lookup.find(row, *history) for row, history in pairs]
             return [each if each.score > rival else None for each in newest]
         found: list[Continuation | None] = []
         self.tokens_lost_by_overlap = []
-        most = self._lookup.max_drafts
+        most = self.lookup.max_drafts
         launched = launched or [None] * len(rows)
         for row, history, drafts in zip(rows, histories, launched, strict=True):
             more = 1 + (most if drafts is None else len(drafts))
-            longer = self._lookup.find(row, *history, more=more)
+            longer = self.lookup.find(row, *history, more=more)
             now = longer.first(most)
             later = longer.behind(now.token_ids if drafts is None else drafts).first(most)
             lost = max(now.score, rival) - max(later.score, rival)
@@ -203,7 +199,7 @@ class Drafter:
         rows: Sequence[int],
         found: LookupDrafts,
         made: Sequence[np.ndarray],
-        allowed: GrammarDrafts | None = None,
+        allowed: GrammarDrafts = NO_GRAMMARS,
         launched: LaunchedDrafts | None = None,
     ) -> list[tuple[list[int], str]]:
         """The drafts of each sampled sequence that are to be verified, and their source.
@@ -215,27 +211,27 @@ class Drafter:
             numbers: of the step that made them.
             rows: of the sampled sequences.
             made: the tensors of the proposer's drafts, if it made any.
-            allowed: drafts of the sequences with grammars, if any has one.
+            allowed: drafts of the sequences with grammars.
             launched: as for `look_up`.
         """
         self._merged = numbers
-        if self._policy.is_resting and allowed is None:
+        if self._policy.is_resting and allowed is NO_GRAMMARS:
             return [([], self.source)] * len(rows)
         proposed = _of_proposer(made, len(rows), numbers.least)
+        launched = launched or [None] * len(rows)
         drafts, sources = list(proposed), [self.source] * len(rows)
         expected = [0.0] * len(rows)
         for i, each in enumerate(found):
             if each is not None:
                 likely = each.first(numbers.most).likely(numbers.least)
                 drafts[i], expected[i] = likely.token_ids, likely.score
-                sources[i] = self._lookup_source
-            elif self._lookup is not None and (launched is None or launched[i] is None):
+                sources[i] = self.lookup.source
+            elif launched[i] is None:
                 room = numbers.asked - len(proposed[i])
                 if proposed[i] and room > 0:
-                    drafts[i] = (
-                        proposed[i] + self._lookup.extend(rows[i], proposed[i], room).token_ids
-                    )
-        if allowed is not None:
+                    more = self.lookup.extend(rows[i], proposed[i], room)
+                    drafts[i] = proposed[i] + more.token_ids
+        if allowed is not NO_GRAMMARS:
             for i, draft in allowed.finish(drafts).items():
                 sources[i] = GRAMMAR if draft.is_forced else sources[i]
                 drafts[i] = draft.token_ids

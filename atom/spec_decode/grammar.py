@@ -167,6 +167,10 @@ class GrammarDrafts:
         return {w.index: GrammarDraft(w.drafts, w.num_forced > 0) for w in self._walkers}
 
 
+# Of a step whose sequences have no grammars, or whose grammars draft nothing.
+NO_GRAMMARS = GrammarDrafts([], 0)
+
+
 class GrammarDrafter:
     """Drafts for sequences with grammars, by row.
 
@@ -189,11 +193,10 @@ class GrammarDrafter:
         rows: Sequence[int],
         grammars: Sequence[GrammarState | None],
         outputs: Sequence[Sequence[int]],
-    ) -> Iterator[GrammarDrafts | None]:
-        """Drafts after the outputs of sequences, each with its row; None if none has a grammar."""
-        if not any(grammars):
-            yield None
-            return
+    ) -> Iterator[GrammarDrafts]:
+        """Drafts after the outputs of those of the sequences, each with its row, that have
+        grammars.
+        """
         with ExitStack() as walks:
             walkers = []
             for index, (row, state, output) in enumerate(zip(rows, grammars, outputs, strict=True)):

@@ -82,6 +82,9 @@ class Continuation(msgspec.Struct, frozen=True):
         return Continuation(self.token_ids[:count], self.confidences[:count])
 
 
+NOTHING = Continuation([], [])
+
+
 def predict(followers: Followers, most: int, floor: float) -> Continuation:
     """The tokens that weighted votes of the followers choose, one after the other.
 

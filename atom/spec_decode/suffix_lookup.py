@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atom.batch import NewSequence
-from atom.spec_decode.suffix_index import LONGEST_MATCH, Continuation, SuffixIndex, predict
+from atom.spec_decode.suffix_index import (
+    LONGEST_MATCH,
+    NOTHING,
+    Continuation,
+    SuffixIndex,
+    predict,
+)
 
 # Drafts end before the probability that all of them are right falls below this: further ones would
 # rather cost than bring something. Higher behind others' drafts, which may be wrong themselves.
@@ -162,3 +168,19 @@ class SuffixLookup:
             for tokens, weight in recent.items():
                 followers[tokens] = followers.get(tokens, 0.0) + weight
         return predict(followers, most, floor)
+
+
+class NoLookup(SuffixLookup):
+    """Finds nothing.
+
+    Args:
+        source: of the drafts that others make.
+    """
+
+    num_tokens = 0
+
+    def __init__(self, source: str) -> None:
+        super().__init__(source, 0)
+
+    def extend(self, row: int, drafts: Sequence[int], most: int) -> Continuation:
+        return NOTHING

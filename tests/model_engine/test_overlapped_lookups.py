@@ -68,8 +68,7 @@ class Unsure(AnyLookup):
 
 def looks_up_with(llm: LLM, lookup: Any) -> None:
     executor: Any = llm.engine.core.executor
-    drafter = executor.parts.drafter
-    drafter._lookup, drafter._lookup_source = lookup, lookup.source
+    executor.parts.drafter.lookup = lookup
 
 
 def texts_of(checkpoints: Checkpoints, method: str) -> dict[tuple[int, ...], list[int]]:

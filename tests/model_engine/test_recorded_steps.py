@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
+from atom.kv_cache.block_tables import StepTables
 from atom.model_engine.worker import Worker
 from atom.model_ops.kernels.native.bindings import listening
 from atom.model_ops.kernels.native.build import native_build
@@ -117,7 +118,7 @@ def test_torch_is_asked_for_views_and_copies_only(
     assert (stats.num_replayed_draft_steps > before_run.num_replayed_draft_steps) == has_draft
     replayed = stats.num_replayed_decode_steps, stats.num_replayed_draft_steps
     monkeypatch.setattr(runner, "steps", runner.steps.without_draft_replay())
-    monkeypatch.setattr(runner.inputs, "_step_tables", None)
+    monkeypatch.setattr(runner.inputs, "_step_tables", StepTables(runner.inputs._tables))
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     assert recorded == [output.outputs[0].token_ids for output in outputs]
     stats = engine.engine.core.stats

@@ -17,6 +17,7 @@ from spec_decode.engines import create_engine
 from atom import SamplingParams
 from atom.config import ModelOptions
 from atom.distributed.parallel_state import ParallelGroup
+from atom.kv_cache.block_tables import StepTables
 from atom.model_engine.worker import Worker
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
@@ -170,7 +171,9 @@ def test_recorded_steps_choose_the_tokens_of_others(
     worker = engine.engine.core.executor
     assert isinstance(worker, Worker)
     monkeypatch.setattr(worker._runner, "steps", worker._runner.steps.without_draft_replay())
-    monkeypatch.setattr(worker._runner.inputs, "_step_tables", None)
+    monkeypatch.setattr(
+        worker._runner.inputs, "_step_tables", StepTables(worker._runner.inputs._tables)
+    )
     again = engine.generate([TOKENS], greedy, use_tqdm=False)[0].outputs[0].token_ids
     assert engine.engine.core.stats.num_replayed_decode_steps == replayed
     assert again == recorded

@@ -110,10 +110,11 @@ class ModelBench:
         vocab_size = self.model.token_embedding.vocab_size
         grammars = GrammarCache(NoGrammars())
         rows = SamplingRows(MAX_SEQS, vocab_size, frozenset(), self.device, grammars)
+        plan = None if graphs is None else graphs.plan
         self.inputs = InputBuilder(
             runs_op_by_op if graphs is None else graphs.fit,
             Sampler(self.model.compute_logits, rows, vocab_size, self.device),
-            None if graphs is None else graphs.plan,
+            (0, 0) if plan is None else (plan.batch_sizes[-1], plan.table_width),
             max_num_tokens=512,
             max_num_seqs=MAX_SEQS,
             max_model_len=self._max_model_len,

@@ -118,4 +118,4 @@ def test_others_find_what_was_written_at_rest(shares: bool) -> None:
         assert recent.num_tokens >= 3 + 4 + 1
         assert recent.followers("", [1, 2, 3, 10], 3) == {(11, 12, 13): pytest.approx(1.5**4)}
     else:
-        assert drafter.num_lookup_tokens == 0
+        assert drafter.lookup.num_tokens == 0

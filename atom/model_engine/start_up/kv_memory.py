@@ -19,7 +19,7 @@ from atom.model_engine.rank_parts import RankParts, blocks_of_steps
 from atom.model_engine.runner_parts import create_runner
 from atom.model_engine.start_up.largest_steps import largest_steps
 from atom.model_engine.start_up.same_ops import check_same_ops
-from atom.model_engine.step.step_images import FullStepImages
+from atom.model_engine.step.step_images import FullStepImages, StepImages
 from atom.sampling.failure import SamplingFailedError
 from atom.spec_decode.drafter import Drafter
 
@@ -177,7 +177,8 @@ def _run_largest_steps(rank: Rank, parts: RankParts) -> None:
     # Always the full number of drafts, and these steps do not count in choosing their number.
     drafter = Drafter(parts.proposer, "largest", None, None, sync_is_free=False)
     runner = create_runner(rank, replace(parts, drafter=drafter))
-    if (images := runner.inputs.images) is not None:
+    images = runner.inputs.images
+    if isinstance(images, StepImages):
         runner.inputs.images = FullStepImages(images, parts.model.token_embedding)
     context_len, most = rank.context.max_model_len, parts.drafter.max_drafts
     try:

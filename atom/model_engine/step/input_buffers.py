@@ -33,6 +33,8 @@ class BatchShape:
 
     Attributes:
         graph: the graph to replay, or None.
+        is_captured: whether there is one.
+        buffer_size: rows and sequences of the buffers: T and B, or those of the graph.
         lens, context_lens: [B], padding included.
         num_rows: T, the sum of these lengths.
         longest_query, longest_context: the largest of them, or an upper bound.
@@ -48,9 +50,11 @@ class BatchShape:
         count, self.longest_query = len(sequences), max(lens)
         self.graph = fit(count, self.longest_query, max(starts))
         num_tokens = np.array(lens)
+        self.is_captured, self.buffer_size = False, (sum(lens), count)
         if self.graph is not None:
             self.longest_query = self.graph.query_len
             lens = [self.longest_query] * count
+            self.is_captured, self.buffer_size = True, (self.graph.num_rows, self.graph.batch_size)
         elif min(lens) != self.longest_query:
             self.longest_query = max(self.longest_query, ragged_len)
         self.lens, self.num_sequences, self.num_rows = lens, count, sum(lens)

@@ -11,24 +11,31 @@ import numpy as np
 import torch
 
 from atom.batch import ScheduledBatch, ScheduledSequence
-from atom.graphs.capture import Bucket, GraphPlan
+from atom.graphs.capture import Bucket
 from atom.graphs.recorded import Recording
 from atom.graphs.runner import FitOp, GraphKey
 from atom.graphs.staging import StagingBuffer
-from atom.kv_cache.block_tables import BlockTables, StepTables
+from atom.kv_cache.block_tables import BlockTables, GraphTables, StepTables, StepTablesInPlace
 from atom.kv_cache.windows import WindowedBlockTables, WindowMap
-from atom.model_engine.step.carried_rows import CarriedPlan, CarriedRows
 from atom.model_engine.step.input_buffers import BatchShape, GraphInput, InputBuffers, TakeOp
-from atom.model_engine.step.step_images import RowsOfImages, StepImages
-from atom.model_engine.step.step_layout import StepLayout, StepLayoutCache, layout_of
+from atom.model_engine.step.next_step import (
+    CarriedPlan,
+    NothingCarried,
+    StepLayout,
+    StepLayoutCache,
+    layout_of,
+)
+from atom.model_engine.step.step_images import NO_ROWS, NoImages, RowsOfImages
 from atom.model_ops.attention.metadata import (
     MAX_DECODE_QUERIES,
     AttentionMetadata,
     ModelInput,
+    changed,
 )
 from atom.model_ops.kernels.torch.gather import take_inputs
 from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler
+from atom.sampling_params import Needs
 
 # Staging buffer bytes for each token, for each sequence, and a constant part.
 _TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 184, 512, 1 << 16
@@ -52,7 +59,7 @@ class StepInput:
         is_replayable: whether other steps have the same shapes, as steps that decode do, and all
             that the model's layers read and that differs between them is in tensors.
         samples_on_device: whether that holds for the choice of tokens, too.
-        carried: what passes from step to step on the device; None if steps do not overlap.
+        carried: what passes from step to step on the device.
         recordings: of work on these inputs.
     """
 
@@ -65,7 +72,7 @@ class StepInput:
     is_decode: bool
     is_replayable: bool
     samples_on_device: bool
-    carried: CarriedPlan | None
+    carried: CarriedPlan
     recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
 
 
@@ -74,28 +81,29 @@ class InputBuilder:
 
     Attributes:
         staging: the staging buffer.
+        images: of running sequences.
+        carried: what passes from step to step on the device.
 
     Args:
         fit: chooses the graph for a batch.
-        plan: the graph plan; None if every step runs eagerly.
+        graph_tables: shape of the largest graph's block tables, whose last bound has room for
+            padding behind the longest context; (0, 0) if every step runs eagerly.
         max_num_tokens, max_num_seqs: limits of a step.
         max_model_len: limit of a context.
         drafts: whether to compute `next_token_ids`, which proposers read.
         in_place: whether the inputs of steps with the same shapes are at the same addresses.
-        carried: what passes from step to step on the device; None if steps do not overlap.
         take: the op `take_inputs`, in graphs.
         ragged_len: the longest query of steps whose queries differ in length, at least, so that
             more of them recur.
         windows: where layers with a window have blocks of their own; None if they have not.
         selects_rows: whether steps that do not recur may name the rows that are read.
-        images: of running sequences; None if the model reads none.
     """
 
     def __init__(
         self,
         fit: FitOp,
         sampler: Sampler,
-        plan: GraphPlan | None,
+        graph_tables: tuple[int, int] = (0, 0),
         *,
         max_num_tokens: int,
         max_num_seqs: int,
@@ -104,12 +112,12 @@ class InputBuilder:
         device: torch.device,
         drafts: bool,
         in_place: bool = False,
-        carried: CarriedRows | None = None,
+        carried: NothingCarried | None = None,
         take: TakeOp = take_inputs,
         ragged_len: int = 0,
         windows: WindowMap | None = None,
         selects_rows: bool = False,
-        images: StepImages | None = None,
+        images: NoImages | None = None,
     ) -> None:
         most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
         num_bytes = most * _TOKEN_BYTES + max_num_seqs * _SEQUENCE_BYTES + _MORE_BYTES
@@ -118,32 +126,25 @@ class InputBuilder:
         self._sampler = sampler
         self._block_size = block_size
         self._drafts = drafts
-        self._carried = carried
+        self.carried = carried or NothingCarried()
         self._take = take
         self._ragged_len = ragged_len
         self._selects_rows = selects_rows
-        self.images = images
-        self._mrope = images is not None and images.mrope
+        self.images = images or NoImages()
         self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
         self._kept = StepLayoutCache()
-        width = -(-max_model_len // block_size)
-        if plan is not None:  # the last bound has room for padding behind the longest context
-            width = max(width, plan.table_width)
+        width = max(-(-max_model_len // block_size), graph_tables[1])
         if windows is None:
             self._tables = BlockTables(max_num_seqs, width, device)
         else:
             self._tables = WindowedBlockTables(max_num_seqs, width, windows)
         self._no_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        self._step_tables = StepTables(self._tables) if in_place else None
-        self._graph_tables = None
-        if plan is not None:
-            shape = plan.batch_sizes[-1], plan.table_width
-            self._graph_tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._step_tables = (StepTablesInPlace if in_place else StepTables)(self._tables)
+        self._graph_tables = GraphTables(self._tables, *graph_tables)
 
     def graph_input(self, bucket: Bucket, query_len: int) -> GraphInput:
         """The inputs to capture a graph on: all padding, at the addresses that replays will use."""
-        assert self._graph_tables is not None
-        out = self._graph_tables[: bucket.batch_size]
+        out = self._graph_tables.on_device[: bucket.batch_size]
         model_input, buffers = self._padding(out, query_len, bucket.max_context_len, captured=True)
         tables = self._tables.on_device[:, : out.shape[1]]
         return GraphInput(
@@ -186,33 +187,28 @@ class InputBuilder:
                 padding_lens=buffers.padding_dev if captured and query_len > 1 else None,
                 state_rows=buffers.state_rows_dev,
             ),
-            mrope_shifts=buffers.shifts_dev if self._mrope else None,
+            mrope_shifts=buffers.shifts_dev if self.images.mrope else None,
         )
         return model_input, buffers
 
     def _buffers(self, tokens: int, size: int, *, captured: bool) -> InputBuffers:
-        how = {"drafts": self._drafts, "captured": captured, "mrope": self._mrope}
+        how = {"drafts": self._drafts, "captured": captured, "mrope": self.images.mrope}
         return InputBuffers(self.staging, tokens, size, **how)
 
     def build(self, batch: ScheduledBatch) -> StepInput:
         """Write all inputs of the step and start their copy to the device."""
-        sequences = batch.sequences
         if batch.new or batch.freed_rows:
             self._kept.forget()
-        images = None if self.images is None else self.images.rows(sequences)
-        layout = layout_of(sequences)
-        kept = self._kept.steps.get(layout) if images is None else None
-        step = None if kept is None else self._repeat(kept, sequences)
-        return self._lay_out(batch, layout, images) if step is None else step
+        images = self.images.rows(batch.sequences) if self.images.are_running else NO_ROWS
+        layout = () if any(images) else layout_of(batch.sequences)
+        return self._repeat(layout, batch.sequences) or self._lay_out(batch, layout, images)
 
-    def _lay_out(
-        self, batch: ScheduledBatch, layout: Hashable | None, images: RowsOfImages | None
-    ) -> StepInput:
+    def _lay_out(self, batch: ScheduledBatch, layout: Hashable, images: RowsOfImages) -> StepInput:
         """A step that is laid out anew, and kept for others of the same `layout` if there may be
         any.
         """
         sequences = batch.sequences
-        fit = self._fit if images is None else runs_op_by_op
+        fit = runs_op_by_op if any(images) else self._fit
         shape = BatchShape(sequences, fit, self._ragged_len)
         buffers = self._reserve(shape)
         self._tables.grow(sequences)
@@ -223,45 +219,46 @@ class InputBuilder:
         sample = self._sampler.lay_out(batch, *rows, shape.ends, self.staging)
         sampled, draft_sampling_rows = self._put_sampled(buffers, shape, sample)
         is_replayable = (
-            sampled is None
-            and images is None
-            and not batch.new
+            len(sample.states) == len(sequences)
+            and not (any(images) or batch.new)
             and shape.longest_query <= MAX_DECODE_QUERIES
         )
         samples_on_device = is_replayable and sample.samples_on_device
-        may_repeat = layout is not None and is_replayable and not sample.prompts
-        words = None
-        if may_repeat and (samples_on_device or self._step_tables is not None):
-            words = self.staging.words()
+        words = self.staging.words()
         # Last, since their number changes between steps that are otherwise the same.
         carried = self._send(sequences, sample, shape.lens)
         output_rows = None
-        if self._selects_rows and not (shape.graph or is_replayable or sample.prompts):
+        if self._selects_rows and not (shape.is_captured or is_replayable or sample.prompts):
             output_rows = sample.logits_indices
+        tables = self._graph_tables if shape.is_captured else self._step_tables
         step = StepInput(
-            self._model_input(buffers, sequences, shape, images, output_rows),
+            self._model_input(buffers, sequences, shape, tables, images, output_rows),
             shape.graph,
             sample,
             next_token_ids,
             sampled,
             draft_sampling_rows,
-            is_decode=layout is not None,
+            is_decode=bool(layout),
             is_replayable=is_replayable,
             samples_on_device=samples_on_device,
             carried=carried,
         )
-        if carried is not None:
-            self._take_carried(step, carried)
-        if words is not None:
-            rows_dev = buffers.rows_dev
-            kept = StepLayout.of(sequences, step, rows_dev, shape.token_rows, self.staging, words)
+        if carried.num_newest:
+            self.carried.take(step, self._tables, self._block_size)
+        may_repeat = layout and is_replayable and not sample.prompts
+        if may_repeat and (samples_on_device or self._step_tables.in_place):
+            rows_dev, where = buffers.rows_dev, shape.token_rows
+            kept = StepLayout.of(sequences, step, tables, rows_dev, where, self.staging, words)
             self._kept.add(layout, kept)
         return step
 
-    def _repeat(self, kept: StepLayout, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
-        """A step of a known layout; None if it needs another graph, or the host has no say in it
-        any more.
+    def _repeat(self, layout: Hashable, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
+        """A step of a known layout; None if it is not known, needs another graph, or the host has
+        no say in it any more.
         """
+        kept = self._kept.steps.get(layout)
+        if kept is None:
+            return None
         laid_out = kept.step
         attention = laid_out.model_input.attention
         starts = [s.start for s in sequences]
@@ -279,58 +276,52 @@ class InputBuilder:
         self._tables.grow(sequences)
         kept.fill(sequences, context_lens, self._tables, self._block_size)
         carried = self._send(sequences, sample, attention.query_lens_cpu)
-        tables = self._select_tables(sequences, kept.rows_dev, laid_out.graph)
-        if self._step_tables is not None and carried is None:
+        tables = kept.tables.select(sequences, kept.rows_dev)
+        if kept.tables.in_place:
             step = kept.of_tables(tables, tables.shape[1] * self._block_size)
-            return step if laid_out.samples_on_device else replace(step, sample=sample)
-        attention = replace(
+            return step if laid_out.samples_on_device else changed(step, sample=sample)
+        attention = changed(
             attention,
             block_tables=tables,
             max_context_len=max(context_lens),
-            context_lens_cpu=_known(sequences, context_lens),
+            context_lens_cpu=None if carried.num_newest else context_lens,
             most_context_cpu=context_lens,
+            _derived={},
         )
-        step = replace(
+        step = changed(
             laid_out,
-            model_input=replace(laid_out.model_input, attention=attention),
+            model_input=changed(laid_out.model_input, attention=attention),
             sample=sample,
             carried=carried,
             recordings={},
         )
-        if carried is not None:
-            self._take_carried(step, carried)
+        if carried.num_newest:
+            self.carried.take(step, self._tables, self._block_size)
         return step
 
     def _send(
         self, sequences: Sequence[ScheduledSequence], sample: SamplePlan, query_lens: Sequence[int]
-    ) -> CarriedPlan | None:
+    ) -> CarriedPlan:
         self._tables.stage(self.staging)
-        carried = None
-        if self._carried is not None:
-            carried = self._carried.put(sequences, sample, query_lens, self.staging)
+        carried = self.carried.put(sequences, sample, query_lens, self.staging)
         self.staging.send()
         self._tables.update()
         return carried
 
-    def _take_carried(self, step: StepInput, carried: CarriedPlan) -> None:
-        rows = step.model_input, step.sample, step.next_token_ids
-        carried.rows.take(carried, *rows, self._tables, self._block_size)
-
     def _reserve(self, shape: BatchShape) -> InputBuffers:
         """Where the step's inputs go, from the start of the staging buffer on."""
         self.staging.restart()
-        graph = shape.graph
-        if graph is None:
-            return self._buffers(shape.num_rows, shape.num_sequences, captured=False)
-        buffers = self._buffers(graph.num_rows, graph.batch_size, captured=True)
-        buffers.pad(graph.query_len, shape.token_rows, self._padding_row)
+        buffers = self._buffers(*shape.buffer_size, captured=shape.is_captured)
+        if shape.is_captured:
+            buffers.pad(shape.longest_query, shape.token_rows, self._padding_row)
         return buffers
 
     def _put_sampled(
         self, buffers: InputBuffers, shape: BatchShape, sample: SamplePlan
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """`sampled` and `draft_sampling_rows` of a `StepInput`."""
-        indices, is_sampled = sample.layout.indices, self._drafts and sample.rows is not None
+        indices = sample.layout.indices
+        is_sampled = self._drafts and bool(sample.needs & Needs.TEMPERATURE)
         if len(indices) == shape.num_sequences:
             return None, buffers.rows_dev[: shape.num_sequences] if is_sampled else None
         sampled = self.staging.put(np.array(indices, dtype=np.int64))
@@ -346,32 +337,16 @@ class InputBuilder:
         buffers.rows[:count] = buffers.state_rows[:count] = shape.rows
         buffers.context_lens[:count] = shape.context_lens
         buffers.block_counts[:count] = [s.num_blocks for s in sequences]
-        if shape.graph is not None:
+        if shape.is_captured:
             buffers.num_drafts[:count] = [s.num_drafts for s in sequences]
             buffers.padding[:count] = [shape.longest_query - len(s.token_ids) for s in sequences]
-        if self.images is not None and self._mrope:
+        if self.images.mrope:
             shifts = self.images.mrope_shifts(sequences)
             # What pads behind the last token is a copy of it.
             buffers.shifts[:] = shifts[-1]
             buffers.shifts[token_rows] = shifts
         buffers.starts[0] = 0
         buffers.starts[1 : count + 1] = np.cumsum(shape.lens)
-
-    def _select_tables(
-        self, sequences: Sequence[ScheduledSequence], rows: torch.Tensor, graph: GraphKey | None
-    ) -> torch.Tensor:
-        """The sequences' block tables [B, width]. A graph gathers them itself.
-
-        Args:
-            rows: [B], or as many as the graph has sequences.
-        """
-        if graph is not None:
-            assert self._graph_tables is not None
-            return self._graph_tables[: len(sequences)]
-        if self._step_tables is not None:
-            return self._step_tables.select(sequences, rows)
-        width = max(s.num_blocks for s in sequences)
-        return self._tables.on_device[:, :width].index_select(0, rows)
 
     def _put_shifted_input_ids(
         self, buffers: InputBuffers, sequences: Sequence[ScheduledSequence], shape: BatchShape
@@ -394,42 +369,39 @@ class InputBuilder:
         buffers: InputBuffers,
         sequences: Sequence[ScheduledSequence],
         shape: BatchShape,
-        images: RowsOfImages | None,
+        tables: StepTables,
+        images: RowsOfImages,
         output_rows: torch.Tensor | None,
     ) -> ModelInput:
-        count, tokens, graph = shape.num_sequences, shape.num_rows, shape.graph
+        count, tokens, context_lens = shape.num_sequences, shape.num_rows, tuple(shape.context_lens)
         return ModelInput(
             buffers.input_ids_dev[:tokens],
             buffers.positions_dev[:tokens],
             AttentionMetadata(
                 slot_mapping=buffers.slots_dev[:tokens],
-                block_tables=self._select_tables(sequences, buffers.rows_dev, graph),
+                block_tables=tables.select(sequences, buffers.rows_dev),
                 block_counts=buffers.block_counts_dev[:count],
                 context_lens=buffers.context_lens_dev[:count],
                 cu_seqlens_q=buffers.starts_dev[: count + 1],
                 max_seqlen_q=shape.longest_query,
                 max_context_len=shape.longest_context,
                 query_lens_cpu=tuple(shape.lens),
-                context_lens_cpu=_known(sequences, tuple(shape.context_lens)),
-                most_context_cpu=tuple(shape.context_lens),
+                # With a sequence ahead they are the most.
+                context_lens_cpu=None if any(s.is_ahead for s in sequences) else context_lens,
+                most_context_cpu=context_lens,
                 padding_lens=(
-                    None if graph is None or graph.query_len == 1 else buffers.padding_dev[:count]
+                    buffers.padding_dev[:count]
+                    if shape.is_captured and shape.longest_query > 1
+                    else None
                 ),
                 state_rows=buffers.state_rows_dev[:count],
             ),
             output_rows,
-            *(images or (None, None)),
-            buffers.shifts_dev[:tokens] if self._mrope else None,
+            *images,
+            buffers.shifts_dev[:tokens] if self.images.mrope else None,
         )
 
 
 def runs_op_by_op(*_: int) -> GraphKey | None:
     """The `FitOp` of engines without graphs."""
     return None
-
-
-def _known(
-    sequences: Sequence[ScheduledSequence], context_lens: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """The context lengths if the host knows them; with a sequence ahead they are the most."""
-    return None if any(s.is_ahead for s in sequences) else context_lens

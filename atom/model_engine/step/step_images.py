@@ -1,7 +1,9 @@
-"""The rows of a step that images fill."""
+"""The rows of a step that images fill: each image is encoded once while its rows are kept."""
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -9,39 +11,164 @@ import torch
 
 from atom.batch import EncoderCounts, ScheduledBatch, ScheduledSequence
 from atom.messages import ImageInput
-from atom.model_engine.step.encoder_cache import EncoderCache
 from atom.model_ops.attention.metadata import ImageRows
+from atom.models.vision.encoder import ImageEncoder
 
 # Of a step's tokens, and of its next tokens.
 RowsOfImages = tuple[ImageRows | None, ImageRows | None]
+NO_ROWS: RowsOfImages = (None, None)
 # (first row of a step, first row of the image, number)
 _Piece = tuple[int, int, int]
 
 
-class StepImages:
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class EncoderCache:
+    """The rows of images by their digests, the least recently used going first.
+
+    What is asked for is always there: an image whose rows are gone, or were too many to keep, is
+    encoded again. Equal images have equal rows, whoever sent them.
+
+    Attributes:
+        encoder: as given.
+
+    Args:
+        num_bytes: of all rows that are kept.
+    """
+
+    def __init__(
+        self, encoder: ImageEncoder, num_bytes: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.encoder = encoder
+        self._num_bytes = num_bytes
+        self._dtype = dtype
+        self._device = device
+        self._rows: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._used = 0
+        self._queries = self._hits = 0
+        self._seconds = 0.0
+        # Of encodings on a GPU: the events before and behind each.
+        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def rows(self, image: ImageInput, *, counts: bool) -> torch.Tensor:
+        """The image's rows, [tokens, hidden].
+
+        Args:
+            counts: whether this is a query that the counts tell of.
+        """
+        found = self._rows.get(image.digest)
+        self._queries += counts
+        if found is not None:
+            self._hits += counts
+            self._rows.move_to_end(image.digest)
+            return found
+        made = self._encode(image)
+        if made.nbytes <= self._num_bytes:
+            self._rows[image.digest] = made
+            self._used += made.nbytes
+            while self._used > self._num_bytes:
+                self._used -= self._rows.popitem(last=False)[1].nbytes
+        return made
+
+    def take_counts(self) -> EncoderCounts:
+        """What happened since the last call; of encodings on a GPU, those that have ended."""
+        while self._timed and self._timed[0][1].query():  # type: ignore[no-untyped-call]
+            begun, ended = self._timed.pop(0)
+            self._seconds += begun.elapsed_time(ended) / 1000
+        taken = EncoderCounts(self._queries, self._hits, self._seconds)
+        self._queries = self._hits = 0
+        self._seconds = 0.0
+        return taken
+
+    def _encode(self, image: ImageInput) -> torch.Tensor:
+        """Raises:
+        RuntimeError: when the encoder makes another number of rows than the prompt has places for.
+        """
+        started, events = time.perf_counter(), None
+        if self._device.type == "cuda":
+            events = _event(), _event()
+            events[0].record()
+        stored = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(image.shape)
+        pixels = stored.to(self._device).float()
+        of_channels = (-1, 1, 1)
+        pixels -= torch.tensor(image.mean, device=self._device).view(of_channels)
+        pixels /= torch.tensor(image.std, device=self._device).view(of_channels)
+        made: torch.Tensor = self.encoder(pixels.to(self._dtype), image.grid)
+        if len(made) != image.num_tokens:
+            raise RuntimeError(
+                f"an image of shape {image.shape} was encoded to {len(made)} rows, and its prompt "
+                f"has {image.num_tokens} tokens for it"
+            )
+        if events is None:
+            self._seconds += time.perf_counter() - started
+        else:
+            events[1].record()
+            self._timed.append(events)
+        return made
+
+
+class NoImages:
+    """Of a model that reads none.
+
+    Attributes:
+        are_read: whether the model reads images.
+        are_running: whether a running sequence has any.
+        mrope: whether tokens rotate by three numbers.
+    """
+
+    are_read = are_running = mrope = False
+
+    def __init__(self) -> None:
+        # By the sequences' rows in the runner's tables.
+        self._images: dict[int, tuple[ImageInput, ...]] = {}
+
+    def start(self, batch: ScheduledBatch) -> None:
+        """Take the images of sequences that start, and forget those of sequences that ended."""
+
+    def rows(self, sequences: Sequence[ScheduledSequence]) -> RowsOfImages:
+        """What fills the step's rows that stand for images, and those whose next token does, where
+        it is read.
+        """
+        return NO_ROWS
+
+    def mrope_shifts(self, sequences: Sequence[ScheduledSequence]) -> np.ndarray:
+        """As in `ModelInput`, of all their tokens: [N, 3] int64.
+
+        Those of tokens behind a prompt do not depend on where they are, so they are right for
+        sequences whose start only the device knows, too.
+        """
+        parts = [shifts_at(self._images.get(s.row, ()), s.start, s.context_len) for s in sequences]
+        return np.concatenate(parts)
+
+    def take_counts(self) -> EncoderCounts:
+        """As `EncoderCache.take_counts`."""
+        return EncoderCounts()
+
+
+class StepImages(NoImages):
     """The images of running sequences, by their row in the runner's tables.
 
     An image is encoded as a whole when a step computes any of its positions, and each step takes
     the rows that it needs: prompts may be cut anywhere.
 
-    Attributes:
-        mrope: whether tokens rotate by three numbers.
-
     Args:
         reads_next: whether a proposer reads the embeddings of next tokens.
     """
 
+    are_read = True
+
     def __init__(self, cache: EncoderCache, device: torch.device, reads_next: bool = False) -> None:
+        super().__init__()
         self.mrope = cache.encoder.mrope
         self._cache = cache
         self._device = device
         self._reads_next = reads_next
-        self._images: dict[int, tuple[ImageInput, ...]] = {}
         # Of those rows' images, which were asked for since their sequence started.
         self._asked: dict[int, set[bytes]] = {}
 
     def start(self, batch: ScheduledBatch) -> None:
-        """Take the images of sequences that start, and forget those of sequences that ended."""
         for row in batch.freed_rows:
             self._images.pop(row, None)
             self._asked.pop(row, None)
@@ -49,16 +176,11 @@ class StepImages:
             if new.images:
                 self._images[new.row] = new.images
                 self._asked[new.row] = set()
+        self.are_running = bool(self._images)
 
-    def rows(self, sequences: Sequence[ScheduledSequence]) -> RowsOfImages | None:
-        """What fills the step's rows that stand for images, and those whose next token does, where
-        it is read; None if there are neither.
-        """
-        if not self._images:
-            return None
+    def rows(self, sequences: Sequence[ScheduledSequence]) -> RowsOfImages:
         own = self._rows(sequences, 0)
-        following = self._rows(sequences, 1) if self._reads_next else None
-        return None if own is None and following is None else (own, following)
+        return own, self._rows(sequences, 1) if self._reads_next else None
 
     def _rows(self, sequences: Sequence[ScheduledSequence], ahead: int) -> ImageRows | None:
         """Where the tokens so far ahead of the step's rows are those of images."""
@@ -82,17 +204,7 @@ class StepImages:
             return None
         return ImageRows(torch.tensor(places, device=self._device), torch.cat(parts))
 
-    def mrope_shifts(self, sequences: Sequence[ScheduledSequence]) -> np.ndarray:
-        """As in `ModelInput`, of all their tokens: [N, 3] int64.
-
-        Those of tokens behind a prompt do not depend on where they are, so they are right for
-        sequences whose start only the device knows, too.
-        """
-        parts = [shifts_at(self._images.get(s.row, ()), s.start, s.context_len) for s in sequences]
-        return np.concatenate(parts)
-
     def take_counts(self) -> EncoderCounts:
-        """As `EncoderCache.take_counts`."""
         return self._cache.take_counts()
 
 
@@ -104,11 +216,16 @@ class FullStepImages(StepImages):
         embed: token ids [T] -> [T, hidden].
     """
 
+    are_running = True
+
     def __init__(self, like: StepImages, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(like._cache, like._device, like._reads_next)
         self._embed = embed
 
-    def rows(self, sequences: Sequence[ScheduledSequence]) -> RowsOfImages | None:
+    def start(self, batch: ScheduledBatch) -> None:
+        """They are the same for all sequences."""
+
+    def rows(self, sequences: Sequence[ScheduledSequence]) -> RowsOfImages:
         count = sum(len(sequence.token_ids) for sequence in sequences)
         places = torch.arange(count, device=self._device)
         embedded = self._embed(torch.zeros_like(places))

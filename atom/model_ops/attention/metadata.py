@@ -9,8 +9,21 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 
 _T = TypeVar("_T")
+
 # `AttentionMetadata.leave` has `draft_choice` by this key.
 DRAFT_CHOICE = "a draft's choice of tokens"
+
+
+def changed(value: _T, **fields: Any) -> _T:
+    """A frozen dataclass with other fields, for what is made anew in every step: `replace` reads
+    each field and calls `__init__`, and takes ten times as long.
+
+    Args:
+        fields: by name; fields that are not given are shared, also those that `__init__` makes.
+    """
+    made = object.__new__(type(value))
+    made.__dict__.update(value.__dict__, **fields)
+    return made
 
 
 @dataclass(frozen=True)
