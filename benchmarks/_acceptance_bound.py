@@ -25,8 +25,7 @@ from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.torch.draft_choice import filtered
 from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler
-from atom.spec_decode.proposers.base import Chosen, Guide
-from atom.spec_decode.proposers.choice import DraftSampler
+from atom.spec_decode.proposers.base import Chosen, DraftSampler, Guide
 
 
 @dataclass

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import torch
 
-from atom.batch import LaunchedStep, RankStep, ScheduledBatch
+from atom.batch import LaunchedStep, RankStep, ScheduledBatch, StepOutput
 from atom.graphs.runner import FitOp
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.canary import KVCanary
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts
-from atom.model_engine.step.input_builder import InputBuilder, runs_op_by_op
+from atom.model_engine.step.input_builder import InputBuilder, StepInput, runs_op_by_op
 from atom.model_engine.step.next_step import CarriedRows, NothingCarried
 from atom.model_engine.step.planned_graphs import draft_numbers
 from atom.model_engine.step.recorded_steps import RecordedSteps
 from atom.model_engine.step.step_graphs import StepGraphs
 from atom.model_engine.step.step_images import EncoderCache, NoImages, StepImages
 from atom.model_engine.step.step_runner import StepRunner
-from atom.model_engine.step.watched_steps import WatchedInputs, WatchedRunner
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
@@ -34,6 +34,47 @@ class Launcher(Protocol):
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """As `ModelRunner.launch`."""
         ...
+
+
+class WatchedInputs(InputBuilder):
+    """Keeps the newest step's inputs.
+
+    Attributes:
+        newest: None before the first step.
+    """
+
+    newest: StepInput | None = None
+
+    def build(self, batch: ScheduledBatch) -> StepInput:
+        self.newest = super().build(batch)
+        return self.newest
+
+
+class WatchedRunner:
+    """Runs steps and shows them to the canary, in the order in which their results are read."""
+
+    def __init__(self, runner: ModelRunner, canary: KVCanary) -> None:
+        assert isinstance(runner.inputs, WatchedInputs)
+        self._launch = runner.launch
+        self._inputs = runner.inputs
+        self._canary = canary
+
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """As the runner's; its results are checked once they are there."""
+        launched = self._launch(batch)
+        if batch.sequences:
+            assert self._inputs.newest is not None
+            # The next step will write its own in their place.
+            tables = self._inputs.newest.model_input.attention.block_tables.clone()
+        else:
+            tables = torch.empty(0, 0, dtype=torch.int32)
+
+        def collect() -> StepOutput:
+            output = launched.collect()
+            self._canary.check(batch, tables.cpu().numpy(), output.sequences)
+            return output
+
+        return msgspec.structs.replace(launched, collect=collect)
 
 
 def create_runner(
@@ -73,7 +114,7 @@ def create_watch(rank: Rank, parts: RankParts, runner: ModelRunner, num_blocks: 
         checks_successors=parts.proposer.lookahead.kv_depends_on_successor,
         raises=cache.debug_kv_canary == "raise",
     )
-    return WatchedRunner(runner.launch, runner.inputs, canary)
+    return WatchedRunner(runner, canary)
 
 
 def _create_sampler(rank: Rank, parts: RankParts, rows: SamplingRows, ops: SamplingOps) -> Sampler:

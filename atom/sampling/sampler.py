@@ -17,15 +17,17 @@ from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.staging import ReadInPlace, StagingBuffer
 from atom.messages import TokenLogprobs
 from atom.model_ops.attention.metadata import SamplingMetadata
-from atom.sampling.decode_rows import KINDS, DecodeRows, kind_of
 from atom.sampling.edits import EditsBuilder, LogitEdits
 from atom.sampling.failure import SamplingFailedError
 from atom.sampling.logprobs import Logprobs, as_messages, compute_logprobs
 from atom.sampling.ops import TORCH_OPS, SamplingOps
 from atom.sampling.plan import (
+    KINDS,
+    DecodeRows,
     PromptRows,
     RowLayout,
     SamplePlan,
+    kind_of,
     put_logprob_rows,
     put_penalised,
     put_prompt,

@@ -28,7 +28,7 @@ from atom.graphs.runner import GraphKey
 from atom.messages import EngineStats
 from atom.model_engine.step import planned_graphs
 from atom.model_engine.step.step_graphs import DraftKey, SampleGraphKey
-from atom.sampling.decode_rows import KINDS
+from atom.sampling.plan import KINDS
 from atom.sampling_params import Needs
 
 Folders = dict[str, Path]

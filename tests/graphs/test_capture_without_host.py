@@ -24,8 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from atom.graphs.capture import Bucket, GraphPlan, ReexecuteBackend
-from atom.graphs.captured import CapturedWork
+from atom.graphs.capture import Bucket, CapturedWork, GraphPlan, ReexecuteBackend
 from atom.graphs.runner import GraphKey, GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
@@ -50,18 +49,16 @@ from atom.models.eagle3.parts import DraftParts
 from atom.models.layers.mtp import MTPParts, PredictionLayers
 from atom.models.registry import create_model
 from atom.platform import Platform
-from atom.sampling.decode_rows import KINDS, DecodeRows
 from atom.sampling.ops import SamplingOps
+from atom.sampling.plan import KINDS, DecodeRows
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
-from atom.spec_decode.proposers.base import Proposer, VerifiedStep
+from atom.spec_decode.proposers.base import DraftSampler, Proposer, VerifiedStep
 from atom.spec_decode.proposers.block_proposer import BlockProposer
 from atom.spec_decode.proposers.chain_proposer import ChainProposer
-from atom.spec_decode.proposers.choice import DraftSampler
 from atom.spec_decode.proposers.draft_model import DraftModelChain
-from atom.spec_decode.proposers.eagle3 import Eagle3Chain
+from atom.spec_decode.proposers.eagle3 import Eagle3Chain, ParallelEagleModel
 from atom.spec_decode.proposers.mtp import MTPChain
-from atom.spec_decode.proposers.parallel_eagle import ParallelEagleModel
 
 BLOCK_SIZE = 4
 AUX = (0, 2, 3)

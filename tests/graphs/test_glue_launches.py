@@ -47,9 +47,8 @@ from atom.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
-from atom.spec_decode.proposers.base import NullProposer, Proposer
+from atom.spec_decode.proposers.base import DraftSampler, NullProposer, Proposer
 from atom.spec_decode.proposers.chain_proposer import ChainProposer
-from atom.spec_decode.proposers.choice import DraftSampler
 from atom.spec_decode.proposers.eagle3 import Eagle3Chain
 
 pytest.importorskip("triton")

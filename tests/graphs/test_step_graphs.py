@@ -21,7 +21,7 @@ from atom.graphs.capture import ReexecuteBackend
 from atom.model_engine.step import planned_graphs, step_graphs
 from atom.model_engine.step.step_graphs import SampleGraphKey
 from atom.model_engine.worker import Worker
-from atom.sampling.decode_rows import KINDS
+from atom.sampling.plan import KINDS
 from atom.sampling.rows import SamplingRows
 from atom.sampling_params import Needs
 

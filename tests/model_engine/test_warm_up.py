@@ -25,7 +25,7 @@ from atom.model_engine.step.input_builder import StepInput
 from atom.model_engine.step.step_graphs import StepGraphs
 from atom.model_engine.worker import Worker
 from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES
-from atom.sampling.decode_rows import KINDS, kind_of
+from atom.sampling.plan import KINDS, kind_of
 from atom.sampling.rows import SamplingRows
 from atom.sampling_params import EDITS, Needs
 

@@ -24,10 +24,9 @@ from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.block_draft.draft import BlockDraft
 from atom.platform import cpu_platform
-from atom.spec_decode.proposers.base import Chosen, Guide, VerifiedStep
+from atom.spec_decode.proposers.base import Chosen, DraftSampler, Guide, VerifiedStep
 from atom.spec_decode.proposers.block_draft import BlockDraftModel
 from atom.spec_decode.proposers.block_proposer import BlockProposer
-from atom.spec_decode.proposers.choice import DraftSampler
 
 VOCAB, DRAFT_VOCAB, RANK, MASK = 96, 40, 8, 5
 LAYER: dict[str, Any] = {

@@ -27,8 +27,7 @@ from atom.config import ConfigError, ModelOptions
 from atom.model_loader.source import resolve_model
 from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.proposers.base import Chosen, Guide, Proposer
-from atom.spec_decode.proposers.choice import DraftSampler
+from atom.spec_decode.proposers.base import Chosen, DraftSampler, Guide, Proposer
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 
 SETTINGS = {

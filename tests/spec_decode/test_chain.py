@@ -12,9 +12,8 @@ import torch
 from draft_bench import HIDDEN, MHA, MLA, VOCAB, DraftBench, draft_tensors, load, write_draft
 
 from atom.model_ops.attention.metadata import AttentionMetadata, SamplingMetadata
-from atom.spec_decode.proposers.base import Chosen, Guide, NullProposer, together
+from atom.spec_decode.proposers.base import Chosen, DraftSampler, Guide, NullProposer, together
 from atom.spec_decode.proposers.chain_proposer import ChainProposer, ChainStart, DraftChain
-from atom.spec_decode.proposers.choice import DraftSampler
 from atom.spec_decode.proposers.eagle3 import Eagle3Chain
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEPS = 4, 30, 3

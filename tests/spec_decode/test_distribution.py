@@ -21,8 +21,13 @@ from atom.model_engine import worker
 from atom.model_ops.kernels.native import sampling as native_sampling
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.proposers.base import NullProposer, Proposal, Proposer, VerifiedStep
-from atom.spec_decode.proposers.choice import DraftSampler
+from atom.spec_decode.proposers.base import (
+    DraftSampler,
+    NullProposer,
+    Proposal,
+    Proposer,
+    VerifiedStep,
+)
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
 

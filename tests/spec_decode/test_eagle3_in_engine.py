@@ -23,9 +23,8 @@ from atom.model_ops.kernels.torch.sampling import choose_tokens
 from atom.models.eagle3.base import Eagle3Draft
 from atom.spec_decode.draft_policy import DraftNumbers
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.proposers.base import Proposal, VerifiedStep
+from atom.spec_decode.proposers.base import DraftSampler, Proposal, VerifiedStep
 from atom.spec_decode.proposers.chain_proposer import ChainProposer
-from atom.spec_decode.proposers.choice import DraftSampler
 from atom.spec_decode.proposers.eagle3 import Eagle3Chain
 
 K = 3

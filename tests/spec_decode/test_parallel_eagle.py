@@ -28,7 +28,7 @@ from atom.models.eagle3.config import Eagle3Config
 from atom.platform import cpu_platform
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.proposers.block_proposer import BlockProposer
-from atom.spec_decode.proposers.parallel_eagle import ParallelEagleModel
+from atom.spec_decode.proposers.eagle3 import ParallelEagleModel
 
 Target = tuple[CausalLM, ModelSource]
 MASK, LAYERS = PARALLEL["ptd_token_id"], PARALLEL["num_hidden_layers"]

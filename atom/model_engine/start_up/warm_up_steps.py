@@ -10,7 +10,7 @@ import msgspec
 from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
 from atom.model_engine.start_up.largest_steps import dearest_params
 from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES
-from atom.sampling.decode_rows import KINDS
+from atom.sampling.plan import KINDS
 from atom.sampling_params import Needs, SamplingParams
 
 # Tokens of prompts; the longest step is one more. Kernels are made for ranges of lengths, whose

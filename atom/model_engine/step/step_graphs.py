@@ -19,15 +19,14 @@ import torch
 from tqdm import tqdm
 
 from atom.batch import ScheduledSequence, StepParts
-from atom.graphs.capture import MOST_ROWS, Bucket
-from atom.graphs.captured import CapturedWork
+from atom.graphs.capture import MOST_ROWS, Bucket, CapturedWork
 from atom.graphs.runner import GraphKey, GraphRunner
 from atom.kv_cache.memory import PeakOf, estimate_graph_bytes, peak_bytes
 from atom.model_engine.step.input_buffers import GraphInput
 from atom.model_engine.step.input_builder import InputBuilder, StepInput
 from atom.model_engine.step.step_runner import ComputedStep, StepRunner, TargetStep
 from atom.model_ops.attention.metadata import ModelInput, ModelOutput
-from atom.sampling.decode_rows import KINDS, DecodeRows
+from atom.sampling.plan import KINDS, DecodeRows
 from atom.sampling.sampler import Sampler, Verified
 from atom.sampling_params import Needs
 from atom.spec_decode.proposers.base import Guide, Proposal, Proposer, VerifiedStep

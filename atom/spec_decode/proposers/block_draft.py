@@ -12,9 +12,8 @@ from atom.model_loader.drafts.block import load_block_draft
 from atom.model_loader.drafts.folder import DraftTarget
 from atom.models.block_draft.draft import BlockDraft
 from atom.options.speculative import SpeculativeOptions
-from atom.spec_decode.proposers.base import Proposer, VerifiedStep
+from atom.spec_decode.proposers.base import Proposer, VerifiedStep, create_choice
 from atom.spec_decode.proposers.block_proposer import BlockProposer, BlockRows, by_draft
-from atom.spec_decode.proposers.choice import create_choice
 
 
 class BlockDraftModel:

@@ -13,8 +13,7 @@ from atom.batch import Lookahead
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.kernels.torch.speculation import place_blocks
-from atom.spec_decode.proposers.base import Chosen, Proposal, VerifiedStep, together
-from atom.spec_decode.proposers.choice import DraftSampler
+from atom.spec_decode.proposers.base import Chosen, DraftSampler, Proposal, VerifiedStep, together
 from atom.stats import ExpectedAcceptance
 
 # The op `place_blocks`.

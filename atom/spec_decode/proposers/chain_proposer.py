@@ -19,8 +19,14 @@ from atom.model_ops.attention.metadata import (
     SamplingMetadata,
 )
 from atom.model_ops.kernels.torch.speculation import advance_drafts
-from atom.spec_decode.proposers.base import Chosen, Guide, Proposal, VerifiedStep, together
-from atom.spec_decode.proposers.choice import DraftSampler
+from atom.spec_decode.proposers.base import (
+    Chosen,
+    DraftSampler,
+    Guide,
+    Proposal,
+    VerifiedStep,
+    together,
+)
 from atom.stats import ExpectedAcceptance
 
 # With more rows of a sampled sequence most are a prompt's, of which only the KV is needed.

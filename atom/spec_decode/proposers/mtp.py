@@ -13,9 +13,8 @@ from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows, ModelOutput
 from atom.models.layers.mtp import PredictionLayers
 from atom.options.speculative import SpeculativeOptions
-from atom.spec_decode.proposers.base import Proposer
+from atom.spec_decode.proposers.base import Proposer, create_choice
 from atom.spec_decode.proposers.chain_proposer import ChainProposer
-from atom.spec_decode.proposers.choice import create_choice
 from atom.stats import ExpectedAcceptance
 
 
