@@ -23,6 +23,7 @@ from atom.model_loader.gguf.convert import choose_kept, converted_folder
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.gguf.tensors import plan_tensors
 from atom.model_loader.source import resolve_model
+from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.quant.formats.gguf import TYPES, GgufConfig, GgufMethod, parse
 from atom.model_ops.quant.weights import QuantWeights, dequantise
 
@@ -52,9 +53,23 @@ def test_every_type_means_what_the_gguf_package_says(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
+def test_kernels_read_the_same_codes(kind: str) -> None:
+    """Of any bits, and of a number of blocks that no vector divides."""
+    if reason := native_build().reason:
+        pytest.skip(reason)
+    raw = random_rows(kind)[:, : -GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]]
+    raw = np.random.default_rng(0).integers(0, 256, raw.shape, np.uint8)
+    blocks, size = torch.from_numpy(raw), GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    for name in GgufMethod(kind).stored:
+        expected = read_part(kind, name, blocks, size)
+        found = read_part(kind, name, blocks, size, by_kernels=True)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", TYPES)
 def test_rows_of_packed_weights(kind: str) -> None:
     """The native gather reads what the native product is given."""
-    from atom.model_ops.kernels.native.build import native_build
     from atom.model_ops.kernels.native.quant.embedding import quant_embedding
     from atom.model_ops.kernels.native.quant.pack import prepare
 

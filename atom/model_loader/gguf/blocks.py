@@ -10,7 +10,10 @@ from functools import partial
 
 import torch
 
+from atom.model_ops.kernels.native.build import native_build
+from atom.model_ops.kernels.native.quant.blocks import block_codes
 from atom.model_ops.quant.weights import FP4_VALUES, INT6_ZERO, pack_int6, pack_nibbles
+from atom.platform import current_platform
 
 # What the codes of IQ4_NL and IQ4_XS stand for.
 _IQ4_VALUES = torch.tensor(
@@ -20,24 +23,41 @@ _FP4_DOUBLED = torch.tensor(
     [int(sign * 2 * value) for sign in (1, -1) for value in FP4_VALUES],
     dtype=torch.int8,
 )
+_TABLES = {
+    "IQ4_NL": _IQ4_VALUES,
+    "IQ4_XS": _IQ4_VALUES,
+    "MXFP4": (_FP4_DOUBLED + INT6_ZERO).view(torch.uint8),
+}
 
 # uint8 [rows, blocks, bytes of a block] -> [rows, blocks, n].
 Part = Callable[[torch.Tensor], torch.Tensor]
 
 
-def read_part(kind: str, name: str, raw: torch.Tensor, block_bytes: int) -> torch.Tensor:
+def kernels_read_codes() -> bool:
+    """Whether the C++ kernels are here: a machine with a GPU compiles none."""
+    return not current_platform().is_gpu and native_build().library is not None
+
+
+def read_part(
+    kind: str, name: str, raw: torch.Tensor, block_bytes: int, *, by_kernels: bool = False
+) -> torch.Tensor:
     """One tensor of a matrix.
 
     Args:
         kind: GGUF's name of the type.
         name: of the tensor.
         raw: uint8 [rows, bytes of a row].
+        by_kernels: codes are read by the C++ kernels, many times as fast.
 
     Returns:
         [rows, n], of the dtype that `stored_tensors` says.
     """
-    part = _PARTS[kind][name](raw.view(raw.shape[0], -1, block_bytes))
-    return part.reshape(raw.shape[0], -1)
+    blocks = raw.view(raw.shape[0], -1, block_bytes)
+    if by_kernels and kind != "Q8_0" and name in ("weight", "weight_high"):
+        whole = kind in ("IQ4_NL", "IQ4_XS")
+        part = "whole" if whole else "low_four" if name == "weight" else "high_two"
+        return block_codes(kind, part, blocks, _TABLES.get(kind))
+    return _PARTS[kind][name](blocks).reshape(raw.shape[0], -1)
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
@@ -158,7 +178,7 @@ def _iq4_scales(blocks: torch.Tensor) -> torch.Tensor:
 
 def _mxfp4_codes(blocks: torch.Tensor) -> torch.Tensor:
     """Twice the numbers of e2m1, above the zero of `int6`."""
-    return (_looked_up(blocks, 1, _FP4_DOUBLED) + INT6_ZERO).view(torch.uint8)
+    return _looked_up(blocks, 1, _TABLES["MXFP4"])
 
 
 def _mxfp4_scales(blocks: torch.Tensor) -> torch.Tensor:

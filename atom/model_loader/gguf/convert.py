@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from atom.config import ConfigError
 from atom.environment import cache_dir, cache_limit
+from atom.model_loader.gguf.blocks import kernels_read_codes
 from atom.model_loader.gguf.cache import CONVERTER_VERSION, content_key, make_room, use
 from atom.model_loader.gguf.config import (
     POOLING,
@@ -186,9 +187,10 @@ def _write_folder(
     config = config_dict(file, dtype)
     tensors = plan_tensors(file, config)
     kept = choose_kept(tensors) if keeps_blocks else KeptBlocks({}, {})
+    by_kernels = bool(kept.types) and kernels_read_codes()  # compiled before threads use them
     if kept.types:
         config["quantization_config"] = config_of(kept.types, kept.dequantised)
-    written = [each for tensor in tensors for each in _written(tensor, kept, dtype)]
+    written = [each for tensor in tensors for each in _written(tensor, kept, dtype, by_kernels)]
     written.sort(key=partial(_place, {each.spec.name: i for i, each in enumerate(written)}))
     needed = sum(each.spec.num_bytes for each in written) + _SPARE_BYTES
     make_room(folder.parent, needed, cache_limit())
@@ -229,7 +231,9 @@ class _Written:
     read: Callable[[], Iterator[torch.Tensor]]
 
 
-def _written(tensor: ConvertedTensor, kept: KeptBlocks, dtype: torch.dtype) -> Iterator[_Written]:
+def _written(
+    tensor: ConvertedTensor, kept: KeptBlocks, dtype: torch.dtype, by_kernels: bool
+) -> Iterator[_Written]:
     """A matrix whose blocks are kept is several tensors, others are one of plain numbers."""
     module = tensor.name.removesuffix(".weight")
     if module not in kept.types:
@@ -242,7 +246,7 @@ def _written(tensor: ConvertedTensor, kept: KeptBlocks, dtype: torch.dtype) -> I
     for part, stored in stored_tensors(kept.types[module]).items():
         shape = rows, columns // stored.axes[1].per
         spec = TensorSpec(f"{module}.{part}", shape, stored.dtype)
-        yield _Written(spec, partial(read_blocks, tensor=tensor, part=part))
+        yield _Written(spec, partial(read_blocks, tensor=tensor, part=part, by_kernels=by_kernels))
 
 
 def _write_weights(file: GGUFFile, written: Sequence[_Written], folder: Path) -> None:

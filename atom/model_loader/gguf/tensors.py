@@ -299,15 +299,19 @@ def _all_values(tensor: GGUFTensor) -> torch.Tensor:
     return _values_of(rows, tensor.kind).view(tensor.shape)
 
 
-def read_blocks(tensor: ConvertedTensor, part: str) -> Iterator[torch.Tensor]:
+def read_blocks(tensor: ConvertedTensor, part: str, by_kernels: bool) -> Iterator[torch.Tensor]:
     """One tensor `part` of a matrix whose blocks are kept, in the same chunks.
+
+    Args:
+        by_kernels: as for `read_part`.
 
     Raises:
         WeightError: when a scale is NaN or infinite.
     """
     kind = tensor.source.kind
     for raw in _read_rows(tensor):
-        values = read_part(kind.name, part, torch.from_numpy(raw), GGML_QUANT_SIZES[kind][1])
+        blocks, size = torch.from_numpy(raw), GGML_QUANT_SIZES[kind][1]
+        values = read_part(kind.name, part, blocks, size, by_kernels=by_kernels)
         _check_finite(values, f"{tensor.source.path}: {tensor.source.name}")
         yield values
 
