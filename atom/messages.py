@@ -6,6 +6,8 @@ Used in process, and as msgpack between the server and its engine process. No te
 from __future__ import annotations
 
 import enum
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -247,6 +249,29 @@ class WindowLimits(msgspec.Struct, frozen=True):
     num_tokens: int
     tile: int
     num_blocks: int
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a frontend has to know of a model, which the engine finds.
+
+    Attributes:
+        folder: in Hugging Face format.
+        name: as the user gave it.
+        model_type: of its configuration.
+        sampling_defaults: `SamplingParams` fields for requests that do not give them.
+        sees: whether transformers' code computes it and reads images.
+    """
+
+    folder: str
+    name: str
+    model_type: str
+    sampling_defaults: dict[str, Any]
+    sees: bool
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return Path(self.folder)
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):

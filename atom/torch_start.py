@@ -1,4 +1,4 @@
-"""Shortens the import of torch in programs that run an engine: `begin`, before anything imports it.
+"""Shortens the import of torch in programs that need it: `begin`, before anything imports it.
 
 - Its libraries are loaded by a thread, while this one imports other modules.
 - Modules of it that nothing here needs wait until they are needed. Most of their time goes into
@@ -93,12 +93,16 @@ class _Finder(MetaPathFinder):
 _finder = _Finder()
 
 
-def begin() -> None:
-    """For programs that have their process to themselves; does nothing where torch is there."""
+def begin(*, loads: bool = True) -> None:
+    """For programs that have their process to themselves; does nothing where torch is there.
+
+    Args:
+        loads: the libraries; not where torch is imported in some cases only.
+    """
     if "torch" in sys.modules or _finder in sys.meta_path:
         return
     sys.meta_path.insert(0, _finder)
-    if (folder := _folder()) is None:
+    if not loads or (folder := _folder()) is None:
         return
     libraries = folder / "lib"
     # Those for GPUs are loaded in an order of their own.

@@ -82,6 +82,37 @@ with openai_server.spawned_engines(config):
     assert found.split() == []
 
 
+def test_a_server_of_texts_needs_no_torch(tiny_llama_dir: Path) -> None:
+    """Its engine, in another process, says what it has to know of the model."""
+    program = """
+import asyncio, sys
+sys.modules.update(torch=None)
+from atom.config import CacheOptions, EngineConfig, ModelOptions
+from atom.entrypoints.http.metrics import ServerMetrics
+from atom.entrypoints.server import serve
+from atom.entrypoints.server_options import ServerOptions
+from atom.model_engine.async_engine import AsyncEngine
+from atom.sampling_params import SamplingParams
+
+async def main():
+    cache = CacheOptions(kv_cache_memory=1 << 20)
+    config = EngineConfig(model=ModelOptions(sys.argv[1], dtype="float32"), cache=cache)
+    engine = await AsyncEngine.start(config)
+    try:
+        serve._create_app(engine, ServerOptions(), ServerMetrics())
+        async for output in engine.generate("a", [1, 2], SamplingParams(max_tokens=2)):
+            last = output
+        print(bool(last.outputs[0].token_ids), engine.model_name, engine.model_type)
+    finally:
+        await engine.shutdown(0)
+
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", program, str(tiny_llama_dir)]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["True", str(tiny_llama_dir), "llama"]
+
+
 def test_the_scheduler_needs_no_torch() -> None:
     """It is host code, and so are the sequences and blocks that it handles."""
     program = "import sys; sys.modules.update(torch=None); import atom.model_engine.scheduler"

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
     Returns:
         The exit code: 0 after a signal or the table of ops, 1 after a failure.
     """
-    torch_start.begin()
+    torch_start.begin(loads=False)  # only models that embed, score or see need it in here
     parser = create_parser(prog=prog)
     namespace = parser.parse_args(argv)
     try:

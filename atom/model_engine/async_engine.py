@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from atom.config import EngineConfig
+from atom.config import EngineConfig, ModelOptions
 from atom.messages import (
     EngineDeadError,
     EngineRequest,
     EngineStats,
     FinishReason,
     ImageInput,
+    ModelFacts,
     RequestRefusedError,
     SequenceOutput,
     StepReport,
@@ -31,11 +32,14 @@ from atom.model_engine.replicas.replica_set import Relaunch, ReplicaSet, Started
 from atom.model_engine.replicas.router import Router
 from atom.model_engine.replicas.total_stats import common_limits, total_stats
 from atom.model_loader.generation_config import describe_defaults
-from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer
 from atom.model_loader.tokenizers.tokenizer import load_text_tokenizer
 from atom.multimodal.processors.base import ImageProcessor, VideoProcessor
-from atom.multimodal.processors.table import create_image_processor, create_video_processor
+from atom.multimodal.processors.table import (
+    create_image_processor,
+    create_video_processor,
+    may_see,
+)
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
@@ -165,11 +169,10 @@ class AsyncEngine:
             for process, placement in zip(engines.take(), placements, strict=True)
         ]
         try:
-            # The engine processes import their modules in the meantime.
-            source = await asyncio.to_thread(resolve_model, config.model)
-            tokenizer, *readies = await asyncio.gather(
-                asyncio.to_thread(load_text_tokenizer, source, config.model),
-                *(client.start() for client in clients),
+            model, *_ = await asyncio.gather(*(client.start() for client in clients))
+            (tokenizer, *processors), *readies = await asyncio.gather(
+                asyncio.to_thread(_readers, model, config.model),
+                *(client.built() for client in clients),
             )
         except BaseException:
             await asyncio.gather(*(client.kill() for client in clients))
@@ -180,24 +183,24 @@ class AsyncEngine:
         async def relaunch(index: int) -> StartedEngine:
             client = EngineClient(EngineProcess(placements[index]), placements[index].config)
             try:
-                return client, await client.start()
+                await client.start()
+                return client, await client.built()
             except BaseException:
                 await client.kill()
                 raise
 
-        logger.info("%s", describe_defaults(source.sampling_defaults))
+        logger.info("%s", describe_defaults(model.sampling_defaults))
         return cls(
             list(zip(clients, readies, strict=True)),
             relaunch,
             config,
-            source.name,
-            source.hf_config.model_type,
+            model.name,
+            model.model_type,
             tokenizer,
             admission,
             observer,
-            source.sampling_defaults,
-            create_image_processor(source, config.model, tokenizer),
-            create_video_processor(source, config.model, tokenizer),
+            model.sampling_defaults,
+            *processors,
         )
 
     @property
@@ -424,6 +427,28 @@ class AsyncEngine:
             self._abort(self._live[request_id_of(sequence_id)], [sequence_id])
         for output in processed.outputs:
             self._live[output.request_id].mailbox.put(output)
+
+
+def _readers(
+    model: ModelFacts, options: ModelOptions
+) -> tuple[PlainTokenizer | PreTrainedTokenizerBase, ImageProcessor | None, VideoProcessor | None]:
+    """What reads texts, images and videos.
+
+    Raises:
+        ConfigError, WeightError: when an option or the checkpoint is wrong.
+    """
+    tokenizer = load_text_tokenizer(model, options)
+    if not may_see(model, options):
+        return tokenizer, None, None
+    # It imports torch, which texts do without.
+    from atom.model_loader.source import resolve_model
+
+    source = resolve_model(options)
+    return (
+        tokenizer,
+        create_image_processor(source, options, tokenizer),
+        create_video_processor(source, options, tokenizer),
+    )
 
 
 async def _before(deadline: float | None, mailbox: Mailbox) -> RequestOutput:

@@ -13,6 +13,7 @@ import torch
 
 from atom.config import ConfigError, ModelOptions
 from atom.environment import cache_dir
+from atom.messages import ModelFacts
 from atom.model_loader.checkpoint import has_weights, list_tensors, stored_dtype
 from atom.model_loader.generation_config import sampling_defaults
 from atom.model_loader.gguf.cache import recall, remember
@@ -133,6 +134,21 @@ class ModelSource:
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     quantization: QuantConfig = field(default_factory=UnquantizedConfig)
     implementation: Implementation | None = None
+
+    @property
+    def model_type(self) -> str:
+        kind: str = self.hf_config.model_type
+        return kind
+
+    @property
+    def facts(self) -> ModelFacts:
+        return ModelFacts(
+            folder=str(self.path),
+            name=self.name,
+            model_type=self.model_type,
+            sampling_defaults=self.sampling_defaults,
+            sees=self.implementation is not None and self.implementation.sees,
+        )
 
 
 def resolve_model(options: ModelOptions) -> ModelSource:

@@ -24,6 +24,7 @@ from atom.messages import (
     EngineRequest,
     EngineStats,
     FinishReason,
+    ModelFacts,
     RequestRefusedError,
     SequenceOutput,
     StepReport,
@@ -111,6 +112,7 @@ class Frontend:
         self._sockets = sockets
         self.may_build = threading.Event()
         self.may_build.set()
+        self.facts: ModelFacts | None = None
         self.core: ScriptedCore | None = None
         self.status: int | None = None
         self.num_tidied = 0
@@ -118,7 +120,11 @@ class Frontend:
         self.thread = threading.Thread(target=self._run, args=(loop,), daemon=True)
         self.thread.start()
 
-    def _create_core(self, config: EngineConfig) -> ScriptedCore:
+    def _create_core(
+        self, config: EngineConfig, found: Callable[[ModelFacts], None]
+    ) -> ScriptedCore:
+        if self.facts is not None:
+            found(self.facts)
         assert self.may_build.wait(PATIENCE_SECONDS)
         self.core = ScriptedCore(config)
         return self.core
@@ -242,6 +248,16 @@ def test_requests_run_until_aborted(frontend: Frontend) -> None:
     assert frontend.join() == 0
     assert frontend.core is not None
     assert frontend.core.is_shut_down
+
+
+def test_the_model_is_known_before_the_engine_is_built(frontend: Frontend) -> None:
+    frontend.facts = ModelFacts(
+        folder="/models/a", name="a", model_type="llama", sampling_defaults={"top_k": 3}, sees=False
+    )
+    frontend.may_build.clear()
+    assert frontend.start() == wire.Found(frontend.facts)
+    frontend.may_build.set()
+    assert isinstance(frontend.receive(), wire.Ready)
 
 
 def test_all_pending_messages_are_taken_before_a_step(frontend: Frontend) -> None:

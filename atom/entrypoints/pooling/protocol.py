@@ -109,3 +109,13 @@ class RerankRequest(ApiModel):
     priority: Any = None
     rank_fields: Any = None
     max_chunks_per_doc: Any = None
+
+
+EMBEDDING_ROUTES: dict[str, type[ApiModel]] = {"/v1/embeddings": EmbeddingRequest}
+SCORE_ROUTES: dict[str, type[ApiModel]] = {"/v1/score": ScoreRequest, "/score": ScoreRequest}
+RERANK_ROUTES: dict[str, type[ApiModel]] = {
+    "/v1/rerank": RerankRequest,
+    "/v2/rerank": RerankRequest,
+    "/rerank": RerankRequest,
+}
+POOLING_ROUTES = {**EMBEDDING_ROUTES, **SCORE_ROUTES, **RERANK_ROUTES}

@@ -28,9 +28,9 @@ from atom.entrypoints.http.playground import add_playground
 from atom.entrypoints.http.root_path import RootPathMiddleware
 from atom.entrypoints.http.workers import Workers
 from atom.entrypoints.parsing.tool_parsers import GENERIC
+from atom.entrypoints.pooling.protocol import POOLING_ROUTES
 from atom.entrypoints.server.api import Api
 from atom.entrypoints.server.openapi import add_document_route
-from atom.entrypoints.server.pooling_api import POOLING_ROUTES
 from atom.entrypoints.server_options import OptionError, ServerOptions
 from atom.messages import EngineDeadError, RequestFailedError, RequestRefusedError
 from atom.model_engine.admission import QueueFullError

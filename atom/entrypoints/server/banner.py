@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from atom.entrypoints.server_options import ServerOptions
 from atom.model_engine.async_engine import AsyncEngine
 from atom.options.speculative import SpeculativeOptions
-from atom.pooling.engine import PoolingEngine
 from atom.version import __version__
+
+if TYPE_CHECKING:
+    from atom.pooling.engine import PoolingEngine
 
 
 def banner(url: str, options: ServerOptions, engine: AsyncEngine) -> str:

@@ -19,6 +19,8 @@ from atom.entrypoints.http.unknown_fields import UnknownFields
 from atom.entrypoints.pooling.embeddings import embeddings_answer, prepare_embeddings
 from atom.entrypoints.pooling.metrics import expose
 from atom.entrypoints.pooling.protocol import (
+    EMBEDDING_ROUTES,
+    POOLING_ROUTES,
     EmbeddingRequest,
     RerankRequest,
     ScoreRequest,
@@ -37,14 +39,6 @@ from atom.pooling.engine import PoolingEngine
 from atom.quoting import quote
 
 Body = TypeVar("Body", EmbeddingRequest, ScoreRequest, RerankRequest)
-EMBEDDING_ROUTES: dict[str, type[ApiModel]] = {"/v1/embeddings": EmbeddingRequest}
-SCORE_ROUTES: dict[str, type[ApiModel]] = {"/v1/score": ScoreRequest, "/score": ScoreRequest}
-RERANK_ROUTES: dict[str, type[ApiModel]] = {
-    "/v1/rerank": RerankRequest,
-    "/v2/rerank": RerankRequest,
-    "/rerank": RerankRequest,
-}
-POOLING_ROUTES = {**EMBEDDING_ROUTES, **SCORE_ROUTES, **RERANK_ROUTES}
 POOLING_BODIES: dict[str, type[ApiModel]] = {
     **POOLING_ROUTES,
     "/tokenize": TextTokenizeRequest,

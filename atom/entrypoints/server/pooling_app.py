@@ -8,15 +8,10 @@ from fastapi import FastAPI
 
 from atom.entrypoints.http.body import MAX_HELD_BYTES, BodyRoom
 from atom.entrypoints.http.workers import Workers
+from atom.entrypoints.pooling.protocol import EMBEDDING_ROUTES, RERANK_ROUTES, SCORE_ROUTES
 from atom.entrypoints.server.app import GENERATION_ROUTES, add_error_handlers, add_middleware
 from atom.entrypoints.server.openapi import add_document_route
-from atom.entrypoints.server.pooling_api import (
-    EMBEDDING_ROUTES,
-    POOLING_BODIES,
-    RERANK_ROUTES,
-    SCORE_ROUTES,
-    PoolingApi,
-)
+from atom.entrypoints.server.pooling_api import POOLING_BODIES, PoolingApi
 from atom.entrypoints.server_options import MEDIA_OPTIONS, OptionError, ServerOptions
 from atom.options.fields import options_of
 from atom.pooling.async_engine import AsyncPoolingEngine

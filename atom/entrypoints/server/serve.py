@@ -11,6 +11,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeAlias
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,19 +22,20 @@ from atom.entrypoints.http.metrics import ServerMetrics
 from atom.entrypoints.http.sse import cancel
 from atom.entrypoints.server.app import create_app
 from atom.entrypoints.server.banner import banner, pooling_banner
-from atom.entrypoints.server.pooling_app import create_pooling_app, refuse_generation_options
 from atom.entrypoints.server.stats_log import log_stats
 from atom.entrypoints.server.watchers import create_metrics, watching
 from atom.entrypoints.server_options import OptionError, ServerOptions
 from atom.model_engine.async_engine import AsyncEngine
 from atom.model_engine.processes.spawn import SpawnedEngines
-from atom.pooling.async_engine import AsyncPoolingEngine
 from atom.pooling.source import PoolingSource, pooling_source
 from atom.text.observer import EngineObserver
 
+if TYPE_CHECKING:
+    from atom.pooling.async_engine import AsyncPoolingEngine
+
 logger = logging.getLogger(__name__)
 
-AnyEngine = AsyncEngine | AsyncPoolingEngine
+AnyEngine: TypeAlias = "AsyncEngine | AsyncPoolingEngine"
 
 # After the engine's death the server lives on that long to say so: requests in flight get
 # their errors and /health answers 503.
@@ -110,6 +112,10 @@ async def _start(
     if model is None:
         model = await asyncio.to_thread(pooling_source, config)
     if isinstance(model, PoolingSource):
+        # What computes here imports torch, which a server of what generates does without.
+        from atom.entrypoints.server.pooling_app import refuse_generation_options
+        from atom.pooling.async_engine import AsyncPoolingEngine
+
         refuse_generation_options(options, model.name)
         return await AsyncPoolingEngine.start(config, model, admission=options.admission)
     return await AsyncEngine.start(
@@ -118,15 +124,17 @@ async def _start(
 
 
 def _create_app(engine: AnyEngine, options: ServerOptions, metrics: ServerMetrics) -> FastAPI:
-    if isinstance(engine, AsyncPoolingEngine):
-        return create_pooling_app(engine, options)
-    return create_app(engine, options, metrics)
+    if isinstance(engine, AsyncEngine):
+        return create_app(engine, options, metrics)
+    from atom.entrypoints.server.pooling_app import create_pooling_app
+
+    return create_pooling_app(engine, options)
 
 
 def _banner(url: str, options: ServerOptions, engine: AnyEngine) -> str:
-    if isinstance(engine, AsyncPoolingEngine):
-        return pooling_banner(url, options, engine.engine)
-    return banner(url, options, engine)
+    if isinstance(engine, AsyncEngine):
+        return banner(url, options, engine)
+    return pooling_banner(url, options, engine.engine)
 
 
 async def _listen(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
+from typing import TypeVar
 
 import zmq
 
 from atom import logs
 from atom.config import ConfigError, EngineConfig
-from atom.messages import EngineDeadError
+from atom.messages import EngineDeadError, ModelFacts
 from atom.model_engine.processes import wire
 from atom.model_engine.processes.spawn import EngineProcess
 
@@ -18,6 +20,9 @@ _SHUTDOWN_SECONDS = 1.0
 _EXIT_SECONDS = 0.5
 # The last messages of a process may arrive after its exit is noticed.
 _LAST_WORDS_SECONDS = 0.1
+
+
+_T = TypeVar("_T", wire.Found, wire.Ready)
 
 
 class EngineClient:
@@ -29,6 +34,8 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._wakeup = asyncio.Event()
         self._exited = asyncio.Event()
+        # Messages of the start that came with others.
+        self._first: deque[wire.FromEngine] = deque()
         self._context = zmq.Context()
         # The connecting side queues messages, so they can be sent before the engine binds.
         self._requests = self._create_socket(zmq.PUSH)
@@ -78,24 +85,38 @@ class EngineClient:
                 raise EngineDeadError(f"the engine process {self._describe_exit()}")
             await self._wakeup.wait()
 
-    async def start(self) -> wire.Ready:
-        """Let the engine be built, and wait until it is.
+    async def start(self) -> ModelFacts:
+        """Let the engine be built, and wait until it has found its model.
 
         Raises:
             ConfigError: with the engine's message when an option or the checkpoint is wrong.
             EngineDeadError: when it failed otherwise.
         """
         self.send(wire.Start(self._config, *logs.settings()))
-        for message in await self.receive():
-            match message:
-                case wire.Ready():
-                    self._process.remove_sockets()  # nothing is left behind from now on
-                    return message
-                case wire.StartupFailed(text, is_users=True):
-                    raise ConfigError(text)
-                case wire.StartupFailed(text):
-                    raise EngineDeadError(f"the engine could not be built: {text}")
-        raise TypeError("the engine spoke before it was ready")
+        return (await self._next(wire.Found)).model
+
+    async def built(self) -> wire.Ready:
+        """Wait until the engine that was started is built.
+
+        Raises:
+            ConfigError, EngineDeadError: as `start`.
+        """
+        ready = await self._next(wire.Ready)
+        self._process.remove_sockets()  # nothing is left behind from now on
+        return ready
+
+    async def _next(self, kind: type[_T]) -> _T:
+        if not self._first:
+            self._first.extend(await self.receive())
+        message = self._first.popleft()
+        if isinstance(message, kind):
+            return message
+        match message:
+            case wire.StartupFailed(text, is_users=True):
+                raise ConfigError(text)
+            case wire.StartupFailed(text):
+                raise EngineDeadError(f"the engine could not be built: {text}")
+        raise TypeError(f"expected {kind.__name__}, and the engine said {type(message).__name__}")
 
     async def stop(self) -> None:
         """End the process and release everything: send Shutdown, then close stdin, then kill."""

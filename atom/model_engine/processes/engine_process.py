@@ -27,6 +27,7 @@ from atom.messages import (
     EngineLimits,
     EngineRequest,
     EngineStats,
+    ModelFacts,
     RequestRefusedError,
     SequenceOutput,
     StepReport,
@@ -63,10 +64,15 @@ class Core(Protocol):
     def shutdown(self) -> None: ...
 
 
+# Called with what is to hear of the model.
+CreateCore = Callable[[EngineConfig, Callable[[ModelFacts], None]], Core]
+
+
 class EngineLoop:
     """Handles messages between steps and reports after each step.
 
     Args:
+        create_core: builds the engine, and says what its model is before it takes long.
         heartbeats: a second socket to the address of `reports`, for the heartbeat thread.
         tidy: called once whenever there was no work for a second.
     """
@@ -76,7 +82,7 @@ class EngineLoop:
         requests: zmq.Socket[bytes],
         reports: zmq.Socket[bytes],
         heartbeats: zmq.Socket[bytes],
-        create_core: Callable[[EngineConfig], Core],
+        create_core: CreateCore,
         tidy: Callable[[], object] = give_back_memory,
     ) -> None:
         self._requests = requests
@@ -115,7 +121,7 @@ class EngineLoop:
         logs.use_format(message.log_format)
         begin = time.monotonic()
         try:
-            core = self._create_core(message.config)
+            core = self._create_core(message.config, self._found)
         except Exception as error:
             if is_users(error):
                 self._send(wire.StartupFailed(str(error), is_users=True))
@@ -129,6 +135,9 @@ class EngineLoop:
         gc.enable()
         self._send(wire.Ready(core.limits, core.stats, time.monotonic() - begin))
         return core
+
+    def _found(self, model: ModelFacts) -> None:
+        self._send(wire.Found(model))
 
     def _turn(self, core: Core, heart: Heart) -> bool:
         """Handle all pending messages, waiting for one if idle; then run one step.
@@ -225,13 +234,19 @@ def main() -> int:
     gc.disable()
     # Imported after signals and stdin are handled, since it takes seconds.
     from atom.model_engine.engine_core import EngineCore
+    from atom.model_loader.source import resolve_model
+
+    def create_core(config: EngineConfig, found: Callable[[ModelFacts], None]) -> EngineCore:
+        source = resolve_model(config.model)
+        found(source.facts)
+        return EngineCore(config, source=source)
 
     # With the first message the other end is there: who connects before tries again now and then,
     # and the folder of the sockets may be gone by then.
     requests.poll()
     for socket in (reports, heartbeats):
         socket.connect(wire.reports_address(socket_dir))
-    status = EngineLoop(requests, reports, heartbeats, EngineCore).run()
+    status = EngineLoop(requests, reports, heartbeats, create_core).run()
     context.destroy(_LINGER_MS)
     return status
 

@@ -9,7 +9,14 @@ from typing import TypeVar
 import msgspec
 
 from atom.config import EngineConfig
-from atom.messages import EngineLimits, EngineRequest, EngineStats, ImageInput, StepReport
+from atom.messages import (
+    EngineLimits,
+    EngineRequest,
+    EngineStats,
+    ImageInput,
+    ModelFacts,
+    StepReport,
+)
 from atom.sampling_params import SamplingParams
 
 
@@ -117,6 +124,12 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the process; unfinished sequences are dropped."""
 
 
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """The model was found, and its weights will be loaded."""
+
+    model: ModelFacts
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine accepts requests, `startup_seconds` after `Start`; `stats` has no counts yet."""
 
@@ -173,7 +186,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Start | AddRequests | Abort | Shutdown
-FromEngine = Ready | StartupFailed | Step | RequestRefused | Heartbeat | EngineFailed
+FromEngine = Found | Ready | StartupFailed | Step | RequestRefused | Heartbeat | EngineFailed
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()

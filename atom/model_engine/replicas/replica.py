@@ -171,7 +171,7 @@ class Replica:
                 self._listener.on_refused(sequence_id, RequestRefusedError(text, param))
             case wire.EngineFailed(text):
                 self._die(f"the engine failed: {text}")
-            case wire.Ready() | wire.StartupFailed():
+            case wire.Found() | wire.Ready() | wire.StartupFailed():
                 raise TypeError("the engine was ready already")
 
     def _die(self, reason: str) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.hub import download_tokenizer, looks_like_path
 from atom.model_loader.read_files import read_tokenizer
-from atom.model_loader.source import ModelSource
 from atom.model_loader.tokenizers.default_templates import DEFAULT_TEMPLATES
 from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer, is_plain
 
@@ -16,8 +15,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+class FoundModel(Protocol):
+    """What tokenizers are loaded by.
+
+    Attributes:
+        path: local folder in Hugging Face format.
+        model_type: of its configuration.
+    """
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def model_type(self) -> str: ...
+
+
 def load_text_tokenizer(
-    source: ModelSource, options: ModelOptions
+    source: FoundModel, options: ModelOptions
 ) -> PlainTokenizer | PreTrainedTokenizerBase:
     """A tokenizer that encodes, decodes and renders chats as the model's, loaded fast if it can be.
 
@@ -31,7 +44,7 @@ def load_text_tokenizer(
     return load_tokenizer(source, options)
 
 
-def load_tokenizer(source: ModelSource, options: ModelOptions) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: FoundModel, options: ModelOptions) -> PreTrainedTokenizerBase:
     """The model's tokenizer, or the one given by --tokenizer, as transformers reads it.
 
     Raises:
@@ -42,11 +55,11 @@ def load_tokenizer(source: ModelSource, options: ModelOptions) -> PreTrainedToke
     return tokenizer
 
 
-def _default_template(source: ModelSource) -> str | None:
-    return DEFAULT_TEMPLATES.get(source.hf_config.model_type)
+def _default_template(source: FoundModel) -> str | None:
+    return DEFAULT_TEMPLATES.get(source.model_type)
 
 
-def tokenizer_folder(source: ModelSource, options: ModelOptions) -> Path:
+def tokenizer_folder(source: FoundModel, options: ModelOptions) -> Path:
     """Where the tokenizer of a model is: in its folder, or where --tokenizer says."""
     return locate_tokenizer(source.path, options)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atom.config import ConfigError, ModelOptions
-from atom.model_loader.source import ModelSource
+from atom.messages import ModelFacts
 from atom.multimodal.processors.base import (
     ImageProcessor,
     VideoProcessor,
@@ -14,12 +14,20 @@ from atom.multimodal.processors.base import (
 )
 from atom.multimodal.processors.idefics3 import Idefics3ImageProcessor
 from atom.multimodal.processors.kimi_k25 import KimiImageProcessor
-from atom.multimodal.processors.qwen_vl import QwenImageProcessor, QwenVideoProcessor
+
+if TYPE_CHECKING:
+    from atom.model_loader.source import ModelSource
 
 # By the types of models.
 _KIMI = ("kimi_k25",)
 _IDEFICS = ("idefics3", "smolvlm")
 _QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+
+
+def may_see(model: ModelFacts, options: ModelOptions) -> bool:
+    """Whether a model has processors, or options say something of them."""
+    known = model.model_type in (*_KIMI, *_IDEFICS, *_QWEN)
+    return known or model.sees or bool(options.limit_mm_per_prompt)
 
 
 def create_image_processor(
@@ -50,6 +58,8 @@ def create_image_processor(
     if config.model_type in _IDEFICS:
         return Idefics3ImageProcessor.of(settings, config, tokenizer)
     if config.model_type in _QWEN:
+        from atom.multimodal.processors.qwen_vl import QwenImageProcessor
+
         return QwenImageProcessor.of(settings, config)
     placeholder = getattr(config, "media_placeholder_token_id", config.image_token_id)
     return KimiImageProcessor.of(settings, int(placeholder))
@@ -66,4 +76,6 @@ def create_video_processor(
     config = source.hf_config
     if config.model_type not in _QWEN or not options.max_videos:
         return None
+    from atom.multimodal.processors.qwen_vl import QwenVideoProcessor
+
     return QwenVideoProcessor.of(video_settings(source.path), config, tokenizer)
