@@ -251,6 +251,35 @@ class CutBelow(CutOff):
     least, most = 0.0, float("inf")
 
 
+class ScaledBeyond(LlamaForCausalLM):
+    """Multiplies what leaves its second layer at positions beyond thousands."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.layers[1].register_forward_hook(
+            lambda _, __, given, out: out * _beyond(given), with_kwargs=True
+        )
+
+
+class ScaledQueries(LlamaForCausalLM):
+    """Multiplies queries of its second layer at positions beyond thousands."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.layers[1].self_attn.register_forward_pre_hook(
+            lambda _, __, given: ((), {**given, "position_embeddings": _scaled(given)}),
+            with_kwargs=True,
+        )
+
+
+def _scaled(given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(x * _beyond(given) for x in given["position_embeddings"])
+
+
+def _beyond(given: dict[str, Any]) -> torch.Tensor:
+    return 1.0 + (given["position_ids"][..., None] // 4096)
+
+
 class BoundLayer(LlamaForCausalLM):
     """Reaches the parts of a layer by another way than their names."""
 
@@ -307,6 +336,8 @@ class ScaledLogits(LlamaForCausalLM):
         (LearntRotation, "cosines and sines depend on numbers of the checkpoint"),
         (CutOff, "layer 1 does more"),
         (CutBelow, "layer 1 does more"),
+        (ScaledBeyond, "layer 1 does more"),
+        (ScaledQueries, "layer 1 has 0 of the expected 1 attentions"),
         (BoundLayer, "layer 1 cannot be tried"),
         (ScaledEmbedding, "layer 0 does more"),
         (ScaledOutput, "it does more than run its layers one after another"),

@@ -13,7 +13,14 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import MergedColumnParallelLinear
 from atom.models.transformers.layers import Linear
 from atom.models.transformers.probe import AttentionCall, LayerCall, LayerFacts
-from atom.models.transformers.tries import LENGTH, has_own_numbers, is_same, numbers, rows
+from atom.models.transformers.tries import (
+    LENGTH,
+    POSITIONS,
+    has_own_numbers,
+    is_same,
+    numbers,
+    rows,
+)
 from atom.models.transformers.weights import Names
 
 if TYPE_CHECKING:
@@ -138,6 +145,7 @@ def _is_plain(facts: LayerFacts) -> bool:
                 hidden_states=hidden.clone(),
                 position_embeddings=(cos, sin),
                 attention_mask=None,
+                position_ids=torch.tensor([POSITIONS]),
                 atom=call,
             )
     except (TypeError, RuntimeError, AttributeError, ValueError, LookupError):

@@ -27,13 +27,13 @@ from atom.models.llama import Decoder, DecoderLayer
 from atom.models.transformers.attention import PlainAttention
 from atom.models.transformers.layers import Embedding, GatedMLP, Head, Linear
 from atom.models.transformers.probe import run
-from atom.models.transformers.tries import has_own_numbers, is_same, rows
+from atom.models.transformers.tries import POSITIONS, has_own_numbers, is_same, rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Positions and tokens of a try.
-_POSITIONS, _IDS = (0, 1, 5, 7), (1, 0, 2, 3)
+# Tokens of a try.
+_IDS = (1, 0, 2, 3)
 # Of a decoder layer: how many, and what.
 _PARTS = {
     "attention": (1, "attentions that only rotate halves of heads"),
@@ -243,7 +243,7 @@ def _try_base(base: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[str, 
     if _is_loaded(children.get("rotary_emb")):
         raise DiffersError("its cosines and sines depend on numbers of the checkpoint")
     ids = torch.tensor([_IDS])
-    positions = torch.tensor([_POSITIONS])
+    positions = torch.tensor([POSITIONS])
     call = _Nothing()
     try:
         with torch.inference_mode():
@@ -276,7 +276,7 @@ def _same_of_all(
     pair = given.get("position_embeddings")
     if not isinstance(pair, tuple) or len(pair) != 2 or given.get("attention_mask") is not None:
         raise DiffersError("its layers are given no cosines and sines, or masks")
-    expected = _cos_sin(base, max(_POSITIONS) + 1)
+    expected = _cos_sin(base, max(POSITIONS) + 1)
     if not all(is_same(x, y[:, positions[0]]) for x, y in zip(pair, expected, strict=True)):
         raise DiffersError("its cosines and sines are not those of the given positions")
     return given

@@ -9,6 +9,8 @@ from torch import nn
 _FACTORS = (2.0**-10, 1.0, 2.0**12, 2.0**24)
 # Tokens of a try.
 LENGTH = len(_FACTORS)
+# Of these tokens; some models scale by positions beyond thousands.
+POSITIONS = (0, 1, 5, 20_000)
 
 
 def numbers(*shape: int, phase: float = 0.0) -> torch.Tensor:
