@@ -16,7 +16,12 @@ from patience import wait_until
 from atom.environment import cache_dir
 from atom.model_ops.kernels.native import bindings, elementwise, linear
 from atom.model_ops.kernels.native import sampling as native_sampling
-from atom.model_ops.kernels.native.build import NativeBuild, build, native_build
+from atom.model_ops.kernels.native.build import (
+    NativeBuild,
+    NativeBuildError,
+    build,
+    native_build,
+)
 from atom.model_ops.kernels.torch import elementwise as torch_elementwise
 from atom.model_ops.kernels.torch import linear as torch_linear
 from atom.model_ops.kernels.torch import sampling as torch_sampling
@@ -413,6 +418,16 @@ def test_a_missing_or_failing_compiler_is_a_reason(tmp_path: Path) -> None:
     broken.chmod(0o755)
     reason = fresh_build(nowhere | {"CXX": str(broken), "PATH": "/bin:/usr/bin"})
     assert "broken failed: out of luck" in reason
+
+
+def test_a_compiler_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = tmp_path / "hanging"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    monkeypatch.setenv("CXX", str(hanging))
+    monkeypatch.setattr("atom.model_ops.kernels.native.build._TIMEOUT_SECONDS", 0.01)
+    with pytest.raises(NativeBuildError, match=r"took over 0\.01 s; the next start goes on"):
+        build(tmp_path)
 
 
 def test_who_waits_for_a_compiler_is_told(
