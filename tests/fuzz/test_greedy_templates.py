@@ -6,6 +6,7 @@ import pytest
 from fuzz.judge import judge
 from jinja2 import TemplateError
 
+from atom.model_loader.tokenizers import bounded_templates
 from atom.model_loader.tokenizers.chat_template import render_chat_template
 
 _USER = [{"role": "user", "content": "hi"}]
@@ -16,6 +17,8 @@ GREEDY = [
     "{{ 10**12 * 'x' }}",
     "{{ ([1] * 99999999) | length }}",
     "{{ 9 ** 999999999 }}",
+    "{{ ((10**64)**64)**64 }}",
+    "{% set n = namespace(t=3) %}{% for i in range(60) %}{% set n.t = n.t * n.t %}{% endfor %}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
     "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t + n.t %}{% endfor %}",
@@ -43,6 +46,15 @@ GREEDY = [
     "{{ '{:1000000000000}'.format(1) }}",
     "{{ '{:{}}'.format(1, 10**12) }}",
     "{{ lipsum(10**9) }}",
+    # Python looks at each part.
+    "{{ (['x', 'y'] * 9999999) | sort }}",
+    "{{ ('x ' * 9999999) | urlize }}",
+    "{{ ('x ' * 9999999) | map('upper') | list }}",
+    # Made by filters and methods that make no more than they are given.
+    "{% set x = 'x' * 9999999 %}{% for i in range(99999) %}{{ x | upper | length }}{% endfor %}",
+    "{% set x = 'x' * 9999999 %}{% for i in range(99999) %}{{ x.lower() | length }}{% endfor %}",
+    "{% set n = namespace(t=[]) %}"
+    "{% for i in range(99) %}{% set n.t = n.t + [[1] * 999999] %}{% endfor %}",
     # Each a moderate text, of which loops keep as many as they like.
     "{% set n = namespace(t=[]) %}"
     "{% for i in range(99999) %}{% set n.t = n.t + [('x' * 99999) ~ i] %}{% endfor %}",
@@ -67,6 +79,19 @@ MODEST = [
 def test_refused(template: str) -> None:
     with pytest.raises(TemplateError, match=r"template|lipsum"):
         render_chat_template(template, _USER)
+
+
+def test_a_program_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of few turns, whose filters take long."""
+    monkeypatch.setattr(bounded_templates, "_MOST_SECONDS", 0.05)
+    for endless in (
+        "{% for i in range(99999) %}{% set x = range(9999) | list | sort %}{% endfor %}",
+        f"{_LOOP}{{% set x = 'x' * 99 %}}{{% endfor %}}" * 99,
+        "{% macro f(n) %}{{ f(n + 1) if n < 20 }}{{ f(n + 1) if n < 20 }}{% endmacro %}{{ f(0) }}",
+    ):
+        with pytest.raises(TemplateError, match=r"more than 0\.05 s of a processor"):
+            render_chat_template(endless, _USER)
+    assert render_chat_template(MODEST[0], _USER) == "1/1hi"
 
 
 def test_in_bounds() -> None:

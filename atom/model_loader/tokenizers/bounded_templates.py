@@ -1,17 +1,20 @@
 """Jinja's sandbox without what takes a server's time or memory: templates come from checkpoints.
 
-All loops of a text have so many turns together. Operators, and filters and methods that repeat,
-pad, join or replace, make no text or list of more than so many parts, nor more than so many
-together.
+All loops of a text have so many turns together. Operators, filters and methods make no text or list
+of more than so many parts, nor more than so many together, and no number of more than so many bits.
+A text takes so much of a processor at most. That is looked at between turns, operators, filters and
+calls; what one of these takes follows from the parts that it is given.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
@@ -22,33 +25,79 @@ from jinja2.visitor import NodeTransformer
 
 # Turns of all loops of one text: a conversation of 10,000 messages, each looked at 100 times.
 _MOST_TURNS = 1_000_000
-# Parts of what is made at once, and exponents.
-_MOST_ITEMS, _MOST_POWER = 1 << 24, 64
-# Parts of all that operators and the filters below make for one text: one that grows to a million
-# characters by a thousand messages takes as many.
-_MOST_MADE = 1 << 29
+# Seconds of a processor, and steps until these are looked at again.
+_MOST_SECONDS, _LOOK_AFTER = 5.0, 64
+# Parts of what is made at once, exponents, and bits of numbers.
+_MOST_ITEMS, _MOST_POWER, _MOST_BITS = 1 << 24, 64, 1 << 16
+# Parts of all that is made for one text, those of lists counting more: a text that grows to a
+# million characters by a thousand messages takes as many.
+_MOST_MADE, _OF_LIST, _SHORT = 1 << 29, 32, 64
+# What filters that work on each part in Python are given at most.
+_MOST_LOOKED_AT = 1 << 20
+_SLOW_FILTERS = (
+    *("batch", "dictsort", "groupby", "map", "max", "min", "pprint", "reject", "rejectattr"),
+    *("select", "selectattr", "slice", "sort", "striptags", "sum", "title", "unique", "urlencode"),
+    *("urlize", "wordcount", "wordwrap", "xmlattr"),
+)
 # Names of filters that no template can write.
 _COUNTED, _JOINED = "counted turns", "joined parts"
 _WIDTHS = re.compile(r"%[^a-zA-Z%]*(\*|\d{5})")
 _FORMAT_WIDTHS = re.compile(r"\{[^{}]*:[^{}]*(\{|\d{5})")
-_left: ContextVar[list[int]] = ContextVar("turns and parts left")
+
+
+@dataclass
+class _Left:
+    """What a text may still take: turns and parts, and processor time until `end`."""
+
+    turns: int = _MOST_TURNS
+    made: int = _MOST_MADE
+    end: float = field(default_factory=lambda: time.thread_time() + _MOST_SECONDS)
+    unlooked: int = 0
+
+    def look(self, num_parts: int = 0) -> None:
+        """Look at the clock, once there were some steps, or one with many parts."""
+        self.unlooked += 1 + (num_parts >> 10)
+        if self.unlooked < _LOOK_AFTER:
+            return
+        self.unlooked = 0
+        if time.thread_time() > self.end:
+            raise TemplateError(f"the template takes more than {_MOST_SECONDS:g} s of a processor")
+
+
+_left: ContextVar[_Left] = ContextVar("what a text may still take")
 
 
 @contextmanager
 def one_text() -> Iterator[None]:
     """What is rendered inside has the bounds of one text."""
-    token = _left.set([_MOST_TURNS, _MOST_MADE])
+    token = _left.set(_Left())
     try:
         yield
     finally:
         _left.reset(token)
 
 
-def _check(size: int, what: str) -> None:
+def _check(size: int, what: str, weight: int = 1) -> None:
     left = _left.get()
-    left[1] -= size
-    if size > _MOST_ITEMS or left[1] < 0:
+    left.look(size)
+    left.made -= size * weight
+    if size > _MOST_ITEMS or left.made < 0:
         raise TemplateError(f"the template {what} to {size} parts")
+
+
+def _count(made: Any) -> Any:
+    """What a filter or a call has made; short texts take memory only in lists, which count."""
+    if isinstance(made, str):
+        if len(made) > _SHORT:
+            _check(len(made), "turns something")
+    elif isinstance(made, (list, tuple, dict)):
+        _check(len(made), "turns something", _OF_LIST)
+    return made
+
+
+def _check_bits(count: float) -> None:
+    if count > _MOST_BITS:
+        raise TemplateError(f"the template computes a number of {count:.0f} bits")
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -61,12 +110,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.filters[_COUNTED] = _counted
         self.filters[_JOINED] = _joined
-        for name in _FILTER_CHECKS:
-            self.use_filter(name, self.filters[name])
+        for name, filter in list(self.filters.items()):
+            self.use_filter(name, filter)
 
     def use_filter(self, name: str, filter: Callable[..., Any]) -> None:
         """Use another filter of a name that is bounded."""
-        self.filters[name] = _checked(filter, _FILTER_CHECKS[name])
+        self.filters[name] = _checked(filter, _FILTER_CHECKS.get(name), name in _SLOW_FILTERS)
 
     def _parse(self, *args: Any) -> Any:
         tree = super()._parse(*args)
@@ -75,12 +124,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _Concatenations().visit(tree)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _left.get().look()
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length(), right.bit_length()
+            _check_bits(sum(bits) if operator == "*" else bits[0] * min(right, _MOST_BITS))
         if operator == "*":
             count, repeated = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(count, int) and isinstance(repeated, (str, list, tuple)):
-                _check(count * len(repeated), "repeats something")
+                weight = 1 if isinstance(repeated, str) else _OF_LIST
+                _check(count * len(repeated), "repeats something", weight)
         elif operator == "+" and isinstance(left, (str, list, tuple)):
-            _check(len(left) + len(right), "adds something")
+            weight = 1 if isinstance(left, str) else _OF_LIST
+            _check(len(left) + len(right), "adds something", weight)
         elif operator == "**" and isinstance(right, (int, float)) and abs(right) > _MOST_POWER:
             raise TemplateError(f"the template computes a power of {right}")
         elif operator == "%" and isinstance(left, str):
@@ -93,7 +148,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         check = _METHOD_CHECKS.get(getattr(__obj, "__name__", ""))
         if isinstance(text, str) and check is not None:
             check(text, *args, *kwargs.values())
-        return super().call(__context, __obj, *args, **kwargs)
+        return _count(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         text = getattr(value, "__self__", None)
@@ -118,8 +173,9 @@ def _counted(items: Any) -> Iterator[Any]:
     """The items of a loop, as long as all loops of the text have turns left."""
     left = _left.get()
     for item in items:
-        left[0] -= 1
-        if left[0] < 0:
+        left.look()
+        left.turns -= 1
+        if left.turns < 0:
             raise TemplateError(f"the template's loops take more than {_MOST_TURNS} turns")
         yield item
 
@@ -130,17 +186,27 @@ def _joined(parts: Iterable[Any]) -> str:
     return "".join(texts)
 
 
-def _checked(filter: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """A filter whose value and arguments are looked at first."""
+def _checked(
+    filter: Callable[..., Any], check: Callable[..., None] | None, is_slow: bool
+) -> Callable[..., Any]:
+    """A filter whose value and arguments are looked at first, and what it makes then."""
+    if check is None and not is_slow:
+        return functools.wraps(filter)(lambda *args, **kwargs: _count(filter(*args, **kwargs)))
     first = 1 if hasattr(filter, "jinja_pass_arg") else 0
 
     @functools.wraps(filter)
     def call(*args: Any, **kwargs: Any) -> Any:
         context, (value, *others) = args[:first], args[first:]
-        if isinstance(value, Iterator):
-            value = list(value)
-        check(value, *others, *kwargs.values())
-        return filter(*context, value, *others, **kwargs)
+        if check is not None:
+            if isinstance(value, Iterator):
+                value = list(value)
+            check(value, *others, *kwargs.values())
+        if is_slow:
+            size = len(value) if isinstance(value, Sized) else 0
+            _left.get().look(size)
+            if size > _MOST_LOOKED_AT:
+                raise TemplateError(f"the template looks at {size} parts of something")
+        return _count(filter(*context, value, *others, **kwargs))
 
     return call
 
