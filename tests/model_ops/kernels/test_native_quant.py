@@ -165,6 +165,7 @@ def test_products_are_exact_and_the_same_in_every_batch(name: str, how: str) -> 
     [
         replace(INT4, activations=GROUP),
         with_inputs(INT4, "wide"),
+        with_inputs(INT8, "wide"),
         with_inputs(ROW, "wide"),
     ],
     ids=str,

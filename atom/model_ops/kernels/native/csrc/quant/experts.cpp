@@ -47,7 +47,7 @@ class Matrix {
       : w_(matrix_of(tensors, sizes, expert)), rows_(rows),
         with_tiles_(takes_tiles<T>(sizes, rows)),
         inputs_(inputs_of(x, x_stride, tensors, sizes, fixed_scale, w_,
-                          with_tiles_ ? std::min(kTileSide, rows) : 0)) {}
+                          with_tiles_ ? tile_rows_of(sizes.input_kind, rows) : 0)) {}
 
   // Panels of one task, in pairs.
   int64_t together() const {

@@ -43,7 +43,7 @@ class Product {
       : a_(a), w_(matrix_of(a.w, a.sizes, 0)), with_tiles_(takes_tiles<T>(a.sizes, a.rows)),
         in_groups_(!with_tiles_ && takes_groups(a.sizes.input_kind, a.rows)),
         inputs_(inputs_of(a.x, a.x_stride, a.w, a.sizes, a.fixed_scale, w_,
-                          with_tiles_ ? std::min(kTileSide, a.rows) : 0)) {}
+                          with_tiles_ ? tile_rows_of(a.sizes.input_kind, a.rows) : 0)) {}
 
   void run() {
     if (a_.rows == 0) return;

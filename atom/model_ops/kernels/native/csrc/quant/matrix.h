@@ -37,6 +37,17 @@ inline int64_t group_of(int64_t input, int64_t size) { return uint32_t(input) / 
 
 constexpr int64_t kTileSide = 16;  // rows of a tile: outputs of a panel, and of inputs
 
+// Rows of inputs that a tile holds where a product has so many. Of kInt16 it has the high bytes of each
+// and then the low ones.
+inline int64_t tile_rows_of(Inputs kind, int64_t rows) {
+  const int64_t most = kind == Inputs::kInt16 ? kTileSide / 2 : kTileSide;
+  return rows < most ? rows : most;
+}
+// Rows of its bytes.
+inline int64_t tile_lines_of(Inputs kind, int64_t tile_rows) {
+  return kind == Inputs::kInt16 ? 2 * tile_rows : tile_rows;
+}
+
 // The sum of so many products of kInt16 with bytes is within 32 bits.
 constexpr int64_t kMostWide = 1024;
 
@@ -76,7 +87,7 @@ struct QuantRows {
   int64_t stride;       // in elements; those of wide codes are bytes
   int64_t span;         // inputs that share their scales on both sides
   Inputs kind;
-  int64_t tile_rows;    // of a block that tiles take at once; 0 for vectors
+  int64_t tile_rows;    // of inputs in a tile; 0 for vectors
 };
 
 #if defined(__AVX512F__) || defined(__aarch64__)

@@ -48,6 +48,18 @@ ATOM_INLINE void unpack_pairs(const uint8_t* codes, uint8_t* out) {
   }
 }
 
+// The same of codes without 8, with a sign.
+ATOM_INLINE void unpack_signed_pairs(const uint8_t* codes, uint8_t* out) {
+  using C = Codes<4>;
+  const __m512i highest = _mm512_set1_epi8(int8_t(0x80)), middle = _mm512_set1_epi8(8);
+  ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
+    const __m512i high = _mm512_xor_si512((__m512i)C::high_quad(codes, j), highest);
+    _mm512_store_si512(out + j * kQuadBytes, high);
+    const __m512i low = _mm512_sub_epi8((__m512i)C::quad(codes, j), middle);
+    _mm512_store_si512(out + (C::kQuads + j) * kQuadBytes, low);
+  }
+}
+
 // A unit of codes as bfloat16, which is exact, [2 * C::kQuads, kTileSide, 2].
 template <class C>
 ATOM_INLINE void unpack_numbers(const uint8_t* codes, uint8_t* out) {
@@ -71,35 +83,72 @@ ATOM_INLINE void unpack(const QuantMatrix& w, const uint8_t* codes, int64_t inpu
   }
 }
 
-template <class C, Inputs kKind, int Sums, int Left, int Right>
-ATOM_INLINE void multiply_tile() {
-  if constexpr (kUnsigned<C, kKind>) {
+template <bool kUnsignedWeights, int Sums, int Left, int Right>
+ATOM_INLINE void multiply_bytes() {
+  if constexpr (kUnsignedWeights) {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Left), "i"(Right));
-  } else if constexpr (kKind != Inputs::kNumbers) {
-    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Left), "i"(Right));
   } else {
-    amx::multiply_add<Sums, Left, Right>();
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Left), "i"(Right));
   }
 }
 
-// The sums of four tiles: of two panels, and of a second block of rows or of low bytes.
+template <class C, Inputs kKind, int Sums, int Left, int Right>
+ATOM_INLINE void multiply_tile() {
+  if constexpr (kKind == Inputs::kNumbers) amx::multiply_add<Sums, Left, Right>();
+  else multiply_bytes<kUnsigned<C, kKind>, Sums, Left, Right>();
+}
+
+// The sums of so many tiles.
+template <int kTiles>
 struct TileSums {
   static constexpr int64_t kTile = kTileSide * kTileSide;
 
-  alignas(64) int32_t of[4][kTile];
+  alignas(64) int32_t of[kTiles][kTile];
 
-  // Of row m of a block with a panel, as numbers.
-  template <class C, Inputs kKind>
-  ATOM_INLINE vfloat products(int64_t tile, int64_t m, const Span& x) const {
+  // Of row m of a tile's `tile_rows` with a panel.
+  template <Inputs kKind>
+  ATOM_INLINE vint codes(int64_t tile, int64_t m, int64_t tile_rows) const {
     const int32_t* at = of[tile] + m * kTileSide;
+    if constexpr (kKind != Inputs::kInt16) return raw<vint>(at);
+    return (raw<vint>(at) << 8) + raw<vint>(at + tile_rows * kTileSide);
+  }
+  // The same as numbers.
+  template <class C, Inputs kKind>
+  ATOM_INLINE vfloat products(int64_t tile, int64_t m, int64_t tile_rows, const Span& x) const {
     if constexpr (kKind == Inputs::kNumbers) {
-      return raw<vfloat>(at) + x.first;
+      return raw<vfloat>(of[tile] + m * kTileSide) + x.first;
     } else {
-      vint codes = raw<vint>(at);
-      if constexpr (kKind == Inputs::kInt16) codes = (codes << 8) + raw<vint>(at + 2 * kTile);
-      if constexpr (kUnsigned<C, kKind>) codes += x.first_code;
-      return convert(codes);
+      const vint sums = codes<kKind>(tile, m, tile_rows);
+      return convert(kUnsigned<C, kKind> ? sums + x.first_code : sums);
     }
+  }
+};
+
+// The tile of wide inputs of a span, from row `row` on, where a span is one step.
+ATOM_INLINE const uint8_t* tile_of_inputs(const QuantRows& x, int64_t row, int64_t span) {
+  const int64_t at = span * depth_bytes(x), tile = tile_lines_of(x.kind, x.tile_rows) * kLineBytes;
+  return static_cast<const uint8_t*>(x.inputs) + row * x.stride + at / kLineBytes * tile +
+         at % kLineBytes;
+}
+
+// One tile of wide inputs times P of weights. There are two sets of them, used in turns: sums leave their
+// tile after the next products have begun, since a store waits for its products.
+template <bool kUnsignedWeights, int P>
+struct TileSets {
+  template <int kSet>
+  static ATOM_INLINE void multiply(const uint8_t* x, const uint8_t* const (&w)[P]) {
+    constexpr int kInputs = 4 + kSet, kFirst = kSet * P;
+    amx::load<kInputs>(x, kLineBytes);
+    amx::unrolled<P>([&](auto p) {
+      constexpr int kWeights = 6 + (P == 1 ? kSet : int(p));
+      amx::zero<kFirst + p>();
+      amx::load<kWeights>(w[p], kLineBytes);
+      multiply_bytes<kUnsignedWeights, kFirst + p, kInputs, kWeights>();
+    });
+  }
+  template <int kSet>
+  static ATOM_INLINE void store(TileSums<P>& sums) {
+    amx::unrolled<P>([&](auto p) { amx::store<kSet * P + p>(sums.of[p], kLineBytes); });
   }
 };
 

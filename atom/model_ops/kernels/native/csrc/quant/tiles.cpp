@@ -2,6 +2,7 @@
 // what `add_span` makes of them.
 #include "quant/tiles.h"
 
+#include "quant/block_tiles.h"
 #include "quant/step_tiles.h"
 
 #if defined(ATOM_QUANT_TILES)
@@ -21,12 +22,12 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// The four products of two blocks of rows (of wide inputs both bytes of one block) with two panels
-// over `steps` times `depth` bytes. x: tiles with rows `stride` apart, each `next` behind the last.
+// The four products of two tiles of rows with two panels over `steps` times `depth` bytes. x: tiles with
+// rows `stride` apart, each `next` behind the last.
 template <class C, Inputs kKind>
 ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride, int64_t next,
                                 const uint8_t* const (&w)[2], int64_t steps, int64_t depth,
-                                TileSums& sums) {
+                                TileSums<4>& sums) {
   amx::zero<0>();
   amx::zero<1>();
   amx::zero<2>();
@@ -50,22 +51,54 @@ ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride, in
 
 // Adds one span's products of a block of rows with a panel to their totals, which lie 32 apart.
 template <class C, Inputs kKind>
-void add_products(const TileSums& sums, int64_t half, int64_t rows, const Factors& factors, const Span* x,
-                  int64_t spans, bool has_shift, float* totals) {
+void add_products(const TileSums<4>& sums, int64_t tile_rows, int64_t half, int64_t rows,
+                  const Factors& factors, const Span* x, int64_t spans, bool has_shift, float* totals) {
   for (int64_t m = 0; m < rows; ++m) {
     const Span& inputs = x[m * spans];
-    const vfloat products = sums.products<C, kKind>(m / kSide * 2 + half, m % kSide, inputs);
+    const vfloat products =
+        sums.products<C, kKind>(m / tile_rows * 2 + half, m % tile_rows, tile_rows, inputs);
     float* total = totals + m * 2 * kSide;
     store(total, add_span<kKind>(load(total), products, factors, inputs, has_shift));
   }
 }
 
+template <class C, Inputs kKind, int R, int P>
+void multiply_step(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
+  for (int64_t row = 0; row < rows; row += R) {
+    QuantRows some = x;
+    some.inputs = static_cast<const uint8_t*>(x.inputs) + row * x.stride;
+    some.spans += row * (w.inputs / x.span);
+    const int64_t count = std::min<int64_t>(R, rows - row);
+    for (int64_t p = 0; p < 2; p += P) {
+      const int64_t first = std::min(panel + p, w.panels() - 1);
+      StepProduct<C, kKind, R, P>(w, first, some, count).multiply(out + (2 * row + p) * kSide);
+    }
+  }
+}
+
+template <class C, Inputs kKind>
+void multiply_blocks(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
+  if constexpr (kKind == Inputs::kInt12) {
+    if (w.middle == 0) return BlockProduct<C, kKind, true>(w, panel, x, rows).multiply(out);
+  }
+  BlockProduct<C, kKind, false>(w, panel, x, rows).multiply(out);
+}
+
+// With spans of a single step.
+template <class C, Inputs kKind>
+void multiply_short(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
+  if (rows > kSide) return multiply_blocks<C, kKind>(w, panel, x, rows, out);
+  if (kKind == Inputs::kInt16 || rows <= kSide / 2) {
+    return multiply_step<C, kKind, kSide / 2, 2>(w, panel, x, rows, out);
+  }
+  multiply_step<C, kKind, kSide, 1>(w, panel, x, rows, out);
+}
+
 template <class C, Inputs kKind>
 void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
   if constexpr (is_wide(kKind)) {
-    if (rows <= kSide && x.span <= line_inputs(kKind)) {
-      if (rows <= kSide / 2) return StepProduct<C, kKind, kSide / 2>(w, panel, x, rows).multiply(out);
-      return StepProduct<C, kKind, kSide>(w, panel, x, rows).multiply(out);
+    if (x.span <= line_inputs(kKind) && x.span < w.inputs) {
+      return multiply_short<C, kKind>(w, panel, x, rows, out);
     }
   }
   static thread_local Scratch scratch;
@@ -84,15 +117,14 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
   const int64_t spans = w.inputs / x.span, span_bytes = x.span * element_bytes(x);
   const int64_t row_bytes = x.stride * (kPaired ? 1 : element_bytes(x)), depth = depth_bytes(x);
   const int64_t stride = kWide || kPaired ? kLineBytes : row_bytes;
-  const int64_t next = kWide     ? 2 * x.tile_rows * kLineBytes
-                       : kPaired ? x.tile_rows * kLineBytes
-                                 : depth;
+  const int64_t side = kWide ? x.tile_rows : kSide;
+  const int64_t next = kWide || kPaired ? tile_lines_of(kKind, x.tile_rows) * kLineBytes : depth;
   std::fill(out, out + rows * 2 * kSide, 0.0f);
-  TileSums sums[2];
+  TileSums<4> sums[2];
   // Wide inputs are long rows of few spans: a span's weights stay in the first cache.
-  constexpr int64_t kBlock = kWide ? kSide : 2 * kSide;
-  const int64_t blocks = (rows + kBlock - 1) / kBlock, parts = blocks * spans;
-  const auto row_of = [&](int64_t part) { return (kWide ? part % blocks : part / spans) * kBlock; };
+  const int64_t block = 2 * side;
+  const int64_t blocks = (rows + block - 1) / block, parts = blocks * spans;
+  const auto row_of = [&](int64_t part) { return (kWide ? part % blocks : part / spans) * block; };
   const auto span_of = [&](int64_t part) { return kWide ? part / blocks : part % spans; };
   // The tiles of a part run beside what is left to do for the part before.
   for (int64_t part = 0; part <= parts; ++part) {
@@ -100,16 +132,14 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
       const int64_t row = row_of(part), at = span_of(part) * span_bytes;
       const int64_t from = kWide || kPaired ? at / kLineBytes * next + at % kLineBytes : at;
       const auto* first = static_cast<const uint8_t*>(x.inputs) + row * row_bytes + from;
-      const uint8_t* second = kWide                ? first + x.tile_rows * kLineBytes
-                              : row + kSide < rows ? first + kSide * row_bytes
-                                                   : first;
+      const uint8_t* second = row + side < rows ? first + side * row_bytes : first;
       const uint8_t* const inputs[2] = {first, second};
       const uint8_t* const of[2] = {codes[0] + at * kSide, codes[1] + at * kSide};
       multiply_tiles<C, kKind>(inputs, stride, next, of, span_bytes / depth, depth, sums[part % 2]);
     }
     for (int64_t half = 0; half < 2 && part > 0; ++half) {
       const int64_t row = row_of(part - 1), span = span_of(part - 1);
-      add_products<C, kKind>(sums[(part - 1) % 2], half, std::min(kBlock, rows - row),
+      add_products<C, kKind>(sums[(part - 1) % 2], side, half, std::min(block, rows - row),
                              product_factors(w, panels[half], span * x.span),
                              x.spans + row * spans + span, spans, w.has_shift(),
                              out + (2 * row + half) * kSide);
@@ -144,7 +174,7 @@ void begin_tiles(const QuantRows& x) {
   const int64_t depth = depth_bytes(x);
   for (int i = 0; i < 8; ++i) {
     config.row_bytes[i] = i == 4 || i == 5 ? depth : kLineBytes;
-    config.rows[i] = i < 6 ? x.tile_rows : depth / 4;
+    config.rows[i] = i < 6 ? tile_lines_of(x.kind, x.tile_rows) : depth / 4;
   }
   asm volatile("ldtilecfg %0" ::"m"(config));
 }

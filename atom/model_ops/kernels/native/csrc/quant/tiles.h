@@ -13,7 +13,7 @@ void begin_tiles(const QuantRows& x);
 void end_tiles();
 
 // out [rows, 2 * kTileSide] = panels `panel` and the next of the weights times `rows` rows. x lies in
-// whole blocks of kTileSide rows, bfloat16 where inputs are no integers. A row has the bits that
+// whole tiles of rows, bfloat16 where inputs are no integers. A row has the bits that
 // `multiply_panels` gives it.
 void multiply_two_panels(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows,
                          float* out);
