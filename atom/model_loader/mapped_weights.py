@@ -15,7 +15,8 @@ from itertools import pairwise
 import torch
 
 from atom.model_loader.placement import Placement
-from atom.model_loader.safetensors_reader import WeightFile
+from atom.model_loader.safetensors_reader import CheckpointTensor, WeightFile
+from atom.model_ops.moe import FusedMoE
 from atom.model_ops.stacked import StackedMatrix
 
 # Lines of the processors' caches: vectors that cross them take longer.
@@ -50,7 +51,7 @@ def _in_order(placements: Sequence[Placement]) -> list[Placement] | None:
     target = placements[0].target
     if target.loader is None:
         return list(placements) if [p.shard for p in placements] == [None] else None
-    if not isinstance(target.loader, StackedMatrix):
+    if not isinstance(target.loader, (StackedMatrix, FusedMoE)):
         return None
     shards = target.loader.stored_in(target.parameter_name)
     by_shard = {placement.shard: placement for placement in placements}
@@ -65,7 +66,12 @@ def _are_bytes_of(parameter: torch.Tensor, parts: Sequence[Placement]) -> bool:
         parameter.device.type == "cpu"
         and tensors[0].offset % _ALIGNMENT == 0
         and all(tensor.torch_dtype is parameter.dtype for tensor in tensors)
-        and all(tensor.shape[1:] == parameter.shape[1:] for tensor in tensors)
-        and sum(tensor.shape[0] for tensor in tensors if tensor.shape) == parameter.shape[0]
+        and all(tensor.shape and _fits(parameter, tensor) for tensor in tensors)
+        and sum(tensor.num_bytes for tensor in tensors) == parameter.nbytes
         and all(a.offset + a.num_bytes == b.offset for a, b in pairwise(tensors))
     )
+
+
+def _fits(parameter: torch.Tensor, tensor: CheckpointTensor) -> bool:
+    """Whether rows of the tensor are those of the parameter, which may have experts in front."""
+    return tuple(parameter.shape)[parameter.dim() - len(tensor.shape) + 1 :] == tensor.shape[1:]

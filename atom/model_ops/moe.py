@@ -285,6 +285,16 @@ class FusedMoE(nn.Module):
             tensor = self._of_all(tensor).narrow(0, self._held.first, self._held.count)
         self._load_stacked(matrix, stored, tensor)
 
+    def stored_in(self, name: str) -> tuple[str, ...]:
+        """The shards whose tensors, one behind another, are the parameter bit by bit; none where it
+        is made of them otherwise.
+        """
+        matrix, _, stored = name.partition("_")
+        storage = self._storages.get(matrix)
+        if storage is None or stored not in storage.stored or self.is_spread:
+            return ()
+        return self.weight_shards(name) if storage.is_as_stored(stored) else ()
+
     def _load_bias(self, matrix: str, tensor: torch.Tensor, shard: str | None) -> None:
         bias = self.w13_bias if matrix == "w13" else self.w2_bias
         if shard is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,17 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from atom.config import ConfigError, ModelOptions
 from atom.environment import cache_dir
+from atom.model_loader.checkpoint import list_tensors
 from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.errors import WeightError
 from atom.model_loader.gguf.architectures import ARCHITECTURES
 from atom.model_loader.gguf.file import read_gguf
+from atom.model_loader.mapped_weights import map_parameters
+from atom.model_loader.placement import find_targets, place_tensors
+from atom.model_loader.safetensors_reader import WeightFile
 from atom.model_loader.source import resolve_model
 from atom.model_ops.layer_context import LayerContext
+from atom.models.registry import create_model
 from atom.platform import cpu_platform
 
 # What llama.cpp's converter permutes: queries and keys of Llama and of what its class inherits.
@@ -418,6 +424,40 @@ def test_experts_keep_their_blocks(
     found, expected = kept.run(tokens, [24]), plain.run(tokens, [24])
     torch.testing.assert_close(found, expected, atol=0.2, rtol=0)
     assert (found - expected).abs().median() < 0.02
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.F32, GGMLQuantizationType.Q4_0])
+def test_experts_are_mapped_as_one(
+    kind: GGMLQuantizationType, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Their tensors lie in the converted file as the layer stacks them."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    checkpoint = write_family("qwen3_moe", tmp_path / "checkpoint", **sizes)
+    byte_level_tokenizer.save_pretrained(checkpoint.folder)
+    path = write_file(tmp_path / "model.gguf", "qwen3moe", checkpoint, kind)
+    options = ModelOptions(model=str(path), tokenizer=str(checkpoint.folder))
+    source = resolve_model(options)
+    context = replace(LayerContext.create(torch.float32, 64), quant=source.quantization)
+    model = create_model(source.hf_config, context)
+    placements = place_tensors(
+        list_tensors(source.path), model.weight_mapping, find_targets(model), source.path
+    )
+    file = source.path / "model.safetensors"
+    with WeightFile(file) as weights:
+        mapped = map_parameters(weights, placements)
+        experts = model.model.layers[1].mlp.experts
+        found = {name: values.clone() for name, values in experts.named_parameters()}
+    stored = {name: tensor for name, tensor in load_file(file).items() if ".1.mlp.experts." in name}
+    assert set(stored) <= mapped
+    prefix, count = "model.layers.1.mlp.experts", experts.num_experts
+    for name, values in found.items():
+        matrix, _, part = name.partition("_")
+        parts = ("gate_proj", "up_proj") if matrix == "w13" else ("down_proj",)
+        rows = [
+            torch.cat([stored[f"{prefix}.{i}.{each}.{part}"] for each in parts])
+            for i in range(count)
+        ]
+        assert torch.equal(values, torch.stack(rows))
 
 
 @pytest.mark.parametrize("activations", ["float", "auto"])

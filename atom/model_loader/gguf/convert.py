@@ -90,7 +90,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_SHARD_BYTES = 4 * 1000**3
 # Matrices that layers stack.
-_STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_STACKED: Sequence[tuple[str, ...]] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_EXPERTS: Sequence[tuple[str, ...]] = (("gate_proj", "up_proj"), ("down_proj",))
 _SPARE_BYTES = 64 * 1000**2
 _MAX_THREADS = 8
 
@@ -210,13 +211,17 @@ def _write_folder(
 def _place(order: Mapping[str, int], written: _Written) -> tuple[int, str, int]:
     """Where a tensor lies: behind those that layers stack above it, so that one map has them."""
     name = written.spec.name
-    match = re.fullmatch(rf"(.*\.)({'|'.join(chain(*_STACKED))})(\..*)", name)
-    if match is None:
+    if match := re.fullmatch(rf"(.*\.experts\.)(\d+)\.({'|'.join(chain(*_EXPERTS))})(\..*)", name):
+        prefix, expert, module, part = match.groups()
+        stacks, prefix, before = _EXPERTS, f"{prefix}0.", int(expert)
+    elif match := re.fullmatch(rf"(.*\.)({'|'.join(chain(*_STACKED))})(\..*)", name):
+        prefix, module, part = match.groups()
+        stacks, before = _STACKED, 0
+    else:
         return order[name], "", 0
-    prefix, module, part = match.groups()
-    stack = next(names for names in _STACKED if module in names)
+    stack = next(names for names in stacks if module in names)
     first = min(order.get(prefix + other + ".weight", len(order)) for other in stack)
-    return first, part, stack.index(module)
+    return first, part, before * len(stack) + stack.index(module)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

@@ -205,14 +205,14 @@ class MatrixStorage:
             self._load_all(name, tensor, part, expert)
 
     def is_as_stored(self, name: str) -> bool:
-        """Whether a parameter is the matrices' tensors of its name, one above the other, as they
-        are, but for their dtype.
+        """Whether a parameter is the matrices' tensors of its name, one above the other and one
+        expert behind the other, as they are, but for their dtype.
         """
         stored = self.stored[name]
         cuts = (cut for part in self._parts for cut in (part.rows, part.columns))
         return (
             (self._method is None or type(self._method).read is QuantMethod.read)
-            and not (self._experts or self._cuts_blocks or stored.is_derived or stored.is_optional)
+            and not (self._cuts_blocks or stored.is_derived or stored.is_optional)
             and stored.holds in ("codes", "numbers")
             and any(axis.of == "out" for axis in stored.axes[:1])
             and all(cut.size == cut.total for cut in cuts)
