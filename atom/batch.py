@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from atom.messages import ImageInput, TokenLogprobs
-from atom.sampling_params import SamplingParams
+from atom.sampling_params import Needs, SamplingParams
 from atom.stats import ExpectedAcceptance
 
 
@@ -128,7 +128,7 @@ class RankStep(msgspec.Struct, frozen=True):
 
     batch: ScheduledBatch
     num_drafts: int
-    kind: int | None = None
+    kind: Needs | None = None
     is_idle: bool = False
 
     @property
@@ -136,7 +136,7 @@ class RankStep(msgspec.Struct, frozen=True):
         return not (self.is_idle or self.batch.sequences or self.batch.freed_rows)
 
     @classmethod
-    def of(cls, batch: ScheduledBatch, num_drafts: int, kind: int | None = None) -> RankStep:
+    def of(cls, batch: ScheduledBatch, num_drafts: int, kind: Needs | None = None) -> RankStep:
         new = [_without_sampling(sequence) for sequence in batch.new]
         return cls(ScheduledBatch(batch.sequences, new, batch.freed_rows), num_drafts, kind)
 

@@ -20,6 +20,7 @@ import torch
 
 from atom.batch import LaunchedStep, Lookahead, ScheduledBatch
 from atom.bench.report import environment, write_json
+from atom.kv_cache.block_tables import BlockTables
 from atom.messages import EngineLimits, EngineRequest
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
@@ -136,11 +137,9 @@ class NullExecutor:
         inputs = InputBuilder(
             runs_op_by_op,
             sampler,
+            BlockTables(num_seqs, -(-longest // BLOCK_SIZE), CPU),
             max_num_tokens=num_seqs * context,
-            max_num_seqs=num_seqs,
-            max_model_len=longest,
             block_size=BLOCK_SIZE,
-            device=CPU,
             drafts=proposer.reads_steps,
             carried=carried,
         )

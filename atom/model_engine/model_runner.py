@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -22,6 +21,7 @@ from atom.graphs.staging import Arriving
 from atom.kv_cache.state_pool import NO_STATES, StatePool
 from atom.model_engine.step.input_builder import InputBuilder, StepInput
 from atom.model_engine.step.step_runner import StepRunner
+from atom.model_ops.attention.metadata import changed
 from atom.sampling.sampler import Sampled, Sampler
 from atom.sampling_params import Needs
 from atom.spec_decode.draft_policy import DraftNumbers
@@ -218,9 +218,8 @@ class ModelRunner:
             return
         step = self.inputs.build(batch)
         # Whether logits are edited is known to the first rank alone.
-        kind = None if rank_step.kind is None else Needs(rank_step.kind)
-        sample = replace(step.sample, kind=kind)
-        done = self.steps.run(batch.sequences, replace(step, sample=sample), numbers.made)
+        step = changed(step, sample=changed(step.sample, kind=rank_step.kind))
+        done = self.steps.run(batch.sequences, step, numbers.made)
         proposed, _ = done.draft(numbers.made)
         self.inputs.carried.leave(step, done.verified, proposed)
 

@@ -10,8 +10,10 @@ import torch
 
 from atom.batch import LaunchedStep, RankStep, ScheduledBatch, StepOutput
 from atom.graphs.runner import FitOp
+from atom.kv_cache.block_tables import BlockTables
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.canary import KVCanary
+from atom.kv_cache.windows import WindowedBlockTables
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts
@@ -158,21 +160,25 @@ def _create_inputs(
     if parts.graphs is not None:
         plan = parts.graphs.plan
         fit, graph_tables = parts.graphs.fit, (plan.batch_sizes[-1], plan.table_width)
+    # The last bound of graphs has room for padding behind the longest context.
+    block_size = rank.config.cache.block_size
+    width = max(-(-rank.context.max_model_len // block_size), graph_tables[1])
+    if parts.windows is None:
+        tables = BlockTables(scheduler.max_num_seqs, width, rank.context.device)
+    else:
+        tables = WindowedBlockTables(scheduler.max_num_seqs, width, parts.windows)
     return create(
         fit,
         sampler,
+        tables,
         graph_tables,
         max_num_tokens=scheduler.max_num_batched_tokens,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_model_len=rank.context.max_model_len,
-        block_size=rank.config.cache.block_size,
-        device=rank.context.device,
+        block_size=block_size,
         drafts=parts.proposer.reads_steps,
         in_place=parts.recorder is not None,
         carried=carried,
         take=rank.context.ops.resolve("take_inputs", rank.context.dtype),
         ragged_len=_ragged_most(parts) + 1,
-        windows=parts.windows,
         selects_rows=parts.recorder is not None and not parts.proposer.reads_hidden_states,
         images=_create_images(rank, parts),
     )

@@ -15,6 +15,7 @@ from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
 from atom.config import ModelOptions
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.runner import ForwardOp, GraphRunner
+from atom.kv_cache.block_tables import BlockTables
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.kv_cache.state_pool import StatePool, recurrent_layers
@@ -110,16 +111,17 @@ class ModelBench:
         vocab_size = self.model.token_embedding.vocab_size
         grammars = GrammarCache(NoGrammars())
         rows = SamplingRows(MAX_SEQS, vocab_size, frozenset(), self.device, grammars)
-        plan = None if graphs is None else graphs.plan
+        shape = (0, 0)
+        if graphs is not None:
+            shape = graphs.plan.batch_sizes[-1], graphs.plan.table_width
+        width = max(-(-self._max_model_len // self.block_size), shape[1])
         self.inputs = InputBuilder(
             runs_op_by_op if graphs is None else graphs.fit,
             Sampler(self.model.compute_logits, rows, vocab_size, self.device),
-            (0, 0) if plan is None else (plan.batch_sizes[-1], plan.table_width),
+            BlockTables(MAX_SEQS, width, self.device),
+            shape,
             max_num_tokens=512,
-            max_num_seqs=MAX_SEQS,
-            max_model_len=self._max_model_len,
             block_size=self.block_size,
-            device=self.device,
             drafts=False,
         )
         return self.inputs

@@ -16,7 +16,6 @@ from atom.graphs.recorded import Recording
 from atom.graphs.runner import FitOp, GraphKey
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables, GraphTables, StepTables, StepTablesInPlace
-from atom.kv_cache.windows import WindowedBlockTables, WindowMap
 from atom.model_engine.step.input_buffers import BatchShape, GraphInput, InputBuffers, TakeOp
 from atom.model_engine.step.next_step import (
     CarriedPlan,
@@ -86,16 +85,14 @@ class InputBuilder:
 
     Args:
         fit: chooses the graph for a batch.
-        graph_tables: shape of the largest graph's block tables, whose last bound has room for
-            padding behind the longest context; (0, 0) if every step runs eagerly.
-        max_num_tokens, max_num_seqs: limits of a step.
-        max_model_len: limit of a context.
+        tables: of the sequences that run.
+        graph_tables: shape of the largest graph's block tables; (0, 0) if every step runs eagerly.
+        max_num_tokens: limit of a step.
         drafts: whether to compute `next_token_ids`, which proposers read.
         in_place: whether the inputs of steps with the same shapes are at the same addresses.
         take: the op `take_inputs`, in graphs.
         ragged_len: the longest query of steps whose queries differ in length, at least, so that
             more of them recur.
-        windows: where layers with a window have blocks of their own; None if they have not.
         selects_rows: whether steps that do not recur may name the rows that are read.
     """
 
@@ -103,26 +100,24 @@ class InputBuilder:
         self,
         fit: FitOp,
         sampler: Sampler,
+        tables: BlockTables,
         graph_tables: tuple[int, int] = (0, 0),
         *,
         max_num_tokens: int,
-        max_num_seqs: int,
-        max_model_len: int,
         block_size: int,
-        device: torch.device,
         drafts: bool,
         in_place: bool = False,
         carried: NothingCarried | None = None,
         take: TakeOp = take_inputs,
         ragged_len: int = 0,
-        windows: WindowMap | None = None,
         selects_rows: bool = False,
         images: NoImages | None = None,
     ) -> None:
-        most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
-        num_bytes = most * _TOKEN_BYTES + max_num_seqs * _SEQUENCE_BYTES + _MORE_BYTES
+        num_rows, device = len(tables.on_device), tables.on_device.device
+        most = max(max_num_tokens, num_rows * MAX_DECODE_QUERIES)
+        num_bytes = most * _TOKEN_BYTES + num_rows * _SEQUENCE_BYTES + _MORE_BYTES
         self._fit = fit
-        self._padding_row = max_num_seqs
+        self._padding_row = num_rows
         self._sampler = sampler
         self._block_size = block_size
         self._drafts = drafts
@@ -133,14 +128,10 @@ class InputBuilder:
         self.images = images or NoImages()
         self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
         self._kept = StepLayoutCache()
-        width = max(-(-max_model_len // block_size), graph_tables[1])
-        if windows is None:
-            self._tables = BlockTables(max_num_seqs, width, device)
-        else:
-            self._tables = WindowedBlockTables(max_num_seqs, width, windows)
+        self._tables = tables
         self._no_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        self._step_tables = (StepTablesInPlace if in_place else StepTables)(self._tables)
-        self._graph_tables = GraphTables(self._tables, *graph_tables)
+        self._step_tables = (StepTablesInPlace if in_place else StepTables)(tables)
+        self._graph_tables = GraphTables(tables, *graph_tables)
 
     def graph_input(self, bucket: Bucket, query_len: int) -> GraphInput:
         """The inputs to capture a graph on: all padding, at the addresses that replays will use."""
