@@ -138,11 +138,13 @@ def _create_sampler(rank: Rank, parts: RankParts, rows: SamplingRows, ops: Sampl
 def _create_carried(rank: Rank, parts: RankParts) -> NothingCarried:
     if not rank.overlaps:
         return NothingCarried()
-    return CarriedRows.create(
+    ops = rank.context.ops
+    return CarriedRows(
         rank.config.scheduler.max_num_seqs,
         parts.drafter.max_drafts,
         rank.context.device,
-        rank.context.ops,
+        ops.resolve("take_carried", torch.float32),
+        ops.resolve("leave_carried", torch.float32),
         rank.groups.tp,
     )
 

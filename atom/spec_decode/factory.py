@@ -107,24 +107,19 @@ def create_drafter(
             row_guess=ROW_OF_CPU if sync_is_free else ROW_OF_GPU,
             recording=None if recorder is None else lambda: 2 * recorder.seconds_to_record,
         )
+    # On a GPU grammars draft no more than others: memory was measured, and kernels were compiled,
+    # for steps that verify `most` of each sequence.
+    is_free = sync_is_free and not (captured or caps)
+    forced = GrammarDrafter(MAX_SPECULATIVE_TOKENS if is_free else most)
     return Drafter(
         proposer,
         options.method,
         lookup,
         policy,
-        _grammar_drafter(most, is_free=sync_is_free and not (captured or caps))
-        if grammars
-        else None,
+        forced if grammars else None,
         sync_is_free=sync_is_free,
         is_ahead=is_ahead,
     )
-
-
-def _grammar_drafter(most: int, *, is_free: bool) -> GrammarDrafter:
-    """Drafts of grammars: on a GPU no more than others, since memory was measured, and kernels were
-    compiled, for steps that verify `most` of each sequence.
-    """
-    return GrammarDrafter(MAX_SPECULATIVE_TOKENS if is_free else most)
 
 
 def _recent_outputs(max_tokens: int) -> RecentOutputs | None:

@@ -183,8 +183,10 @@ class InputBuilder:
         return model_input, buffers
 
     def _buffers(self, tokens: int, size: int, *, captured: bool) -> InputBuffers:
-        how = {"drafts": self._drafts, "captured": captured, "mrope": self.images.mrope}
-        return InputBuffers(self.staging, tokens, size, **how)
+        drafts, mrope = self._drafts, self.images.mrope
+        return InputBuffers(
+            self.staging, tokens, size, drafts=drafts, captured=captured, mrope=mrope
+        )
 
     def build(self, batch: ScheduledBatch) -> StepInput:
         """Write all inputs of the step and start their copy to the device."""

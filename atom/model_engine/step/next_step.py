@@ -24,7 +24,6 @@ from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables, StepTables
 from atom.model_ops.kernels.torch import carried as torch_ops
 from atom.model_ops.kernels.torch.carried import CarriedInputs, CarriedTokens
-from atom.model_ops.registry import OpTable
 from atom.sampling.plan import RowLayout, SamplePlan
 from atom.sampling.sampler import Verified
 from atom.spec_decode.proposers.base import Proposal
@@ -365,20 +364,6 @@ class CarriedRows(NothingCarried):
         self._take = take
         self._leave = leave
         self._group = group
-
-    @classmethod
-    def create(
-        cls,
-        num_rows: int,
-        most_drafts: int,
-        device: torch.device,
-        ops: OpTable,
-        group: ParallelGroup,
-    ) -> CarriedRows:
-        """With the platform's ops."""
-        take = ops.resolve("take_carried", torch.float32)
-        leave = ops.resolve("leave_carried", torch.float32)
-        return cls(num_rows, most_drafts, device, take, leave, group)
 
     def put(
         self,
