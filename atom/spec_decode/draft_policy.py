@@ -176,8 +176,9 @@ class _Acceptance:
         _average(self._made, self._num_made, count, min(asked, len(self._made)))
 
     def verify(self, num_drafts: int, num_accepted: int) -> None:
-        """So many drafts were verified and accepted."""
-        _average(self._accepted, self._num_accepted, num_accepted, num_drafts)
+        """So many drafts were verified and accepted; grammars make more than `most` of some."""
+        most = min(num_drafts, len(self._accepted))
+        _average(self._accepted, self._num_accepted, num_accepted, most)
 
     def expected(self) -> list[tuple[float, float]]:
         """Drafts and accepted ones of a sequence, by the number that is asked for."""

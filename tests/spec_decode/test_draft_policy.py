@@ -293,6 +293,16 @@ def test_acceptance_by_position() -> None:
     assert expected[3] == (pytest.approx(1, abs=0.05), pytest.approx(1, abs=0.05))
 
 
+@pytest.mark.parametrize("accepted", [2, 3, 5])
+def test_drafts_that_a_grammar_made_longer_are_known_as_far_as_others(accepted: int) -> None:
+    policies = [adaptive((0, 1, 2, 3)) for _ in range(2)]
+    for policy, num_drafts in zip(policies, (5, 3), strict=True):
+        verified = Verification("eagle3", num_drafts, min(accepted, num_drafts))
+        policy.observe(policy.choose(0, 1), [verified], None)
+    found, expected = (policy._acceptance["eagle3"].expected() for policy in policies)
+    assert found == expected
+
+
 def resting(policy: DraftPolicy, steps: int, num_sequences: int = 1) -> list[int]:
     """How long the rests are, ended ones, if drafts never bring anything."""
     found = [0]

@@ -98,7 +98,8 @@ async def read_body(request: Request, max_bytes: int, take: Callable[[int], None
         take: asked for room before bytes are kept, see `BodyRoom`.
 
     Raises:
-        ApiError: 413 beyond `max_bytes`, 415 for another content type, and what `take` raises.
+        ApiError: 413 beyond `max_bytes`, 415 for another content type and for what is compressed,
+            and what `take` raises.
     """
     data = await _read_bytes(request, max_bytes, take)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -107,6 +108,13 @@ async def read_body(request: Request, max_bytes: int, take: Callable[[int], None
         raise ApiError(
             415,
             f"the content type must be application/json, got {excerpt(media_type) or 'none'}",
+            code="unsupported_media_type",
+        )
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"bodies are read as they are, without the content encoding {excerpt(encoding)}",
             code="unsupported_media_type",
         )
     return data

@@ -34,7 +34,7 @@ from atom.entrypoints.server.openapi import add_document_route
 from atom.entrypoints.server_options import OptionError, ServerOptions
 from atom.messages import EngineDeadError, RequestFailedError, RequestRefusedError
 from atom.model_engine.admission import QueueFullError
-from atom.model_engine.async_engine import AsyncEngine
+from atom.model_engine.async_engine import AsyncEngine, RequestTimeoutError
 from atom.multimodal.media import MediaLoader
 from atom.multimodal.policy import MediaError
 from atom.quoting import excerpt
@@ -147,6 +147,7 @@ def add_error_handlers(app: FastAPI) -> None:
         RequestRefusedError,
         RequestFailedError,
         QueueFullError,
+        RequestTimeoutError,
         EngineDeadError,
     ):
         app.add_exception_handler(error, _on_exception)
@@ -191,7 +192,10 @@ async def _on_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_unforeseen(request: Request, error: Exception) -> Response:
-    """Beyond all middleware, so it says itself which request it answers."""
+    """Beyond all middleware, so it says itself which request it answers. The server closes the
+    connection behind it, of which the client should know.
+    """
     response = await _on_exception(request, error)
+    response.headers["Connection"] = "close"
     response.headers[REQUEST_ID_HEADER] = request.state.request_id
     return response

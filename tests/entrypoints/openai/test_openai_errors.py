@@ -226,7 +226,8 @@ def test_too_large_bodies(server: ServerProcess, is_declared: bool) -> None:
 
 
 def test_other_content_types(server: ServerProcess) -> None:
-    for headers in ({}, {"Content-Type": "text/plain"}):
+    compressed = {**JSON, "Content-Encoding": "gzip"}
+    for headers in ({}, {"Content-Type": "text/plain"}, compressed):
         _error(server.post("/v1/completions", content=b'{"prompt":"a"}', headers=headers), 415)
 
 
@@ -350,12 +351,16 @@ def test_what_errors_name(server: ServerProcess, fields: dict[str, Any], said: s
 def test_a_timeout_ends_an_answer(endless_server: ServerProcess, path: str) -> None:
     body = {"max_tokens": ENDLESS_TOKENS, "timeout": 0.3, "ignore_eos": True}
     body |= {"prompt": "a"} if path == "/v1/completions" else {"messages": USER}
-    whole = endless_server.post(path, json=body)
+    with httpx.Client(base_url=endless_server.url, timeout=60) as client:
+        whole = client.post(path, json=body)
+        address = whole.extensions["network_stream"].get_extra_info("client_addr")
+        wrong = client.post(path, json={**body, "timeout": 0})
+        assert wrong.status_code == 400
+        # The connection lives on.
+        assert wrong.extensions["network_stream"].get_extra_info("client_addr") == address
     assert whole.status_code == 504
     kind = "timeout_error" if path == "/v1/messages" else "server_error"
     assert whole.json()["error"]["type"] == kind
     stream = endless_server.post(path, json={**body, "stream": True}).text
     assert "within its timeout" in stream.strip().rpartition("data:")[2]
     endless_server.wait_idle()
-    wrong = endless_server.post(path, json={**body, "timeout": 0})
-    assert wrong.status_code == 400
