@@ -283,5 +283,7 @@ def _of_proposer(
     token_ids: list[list[int]] = made[0].tolist()
     if len(made) == 1 or not least:
         return token_ids
-    pairs = zip(token_ids, made[1].tolist(), strict=True)
-    return [Continuation(*own).likely(least).token_ids for own in pairs]
+    return [
+        Continuation(drafts, confidences).likely(least).token_ids
+        for drafts, confidences in zip(token_ids, made[1].tolist(), strict=True)
+    ]

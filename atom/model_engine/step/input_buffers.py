@@ -163,8 +163,13 @@ class GraphInput:
         """
         model_input = self.model_input
         attention = replace(model_input.attention)
-        tables = self.tables, self.rows, attention.block_tables
-        rows = model_input.input_ids, model_input.positions, self.sources
-        input_ids, positions = self.take(*tables, *rows)
+        input_ids, positions = self.take(
+            self.tables,
+            self.rows,
+            attention.block_tables,
+            model_input.input_ids,
+            model_input.positions,
+            self.sources,
+        )
         shifts = model_input.mrope_shifts
         return ModelInput(input_ids, positions, attention, mrope_shifts=shifts)

@@ -207,9 +207,11 @@ class InputBuilder:
         self._tables.grow(sequences)
         self._fill(buffers, sequences, shape)
         next_token_ids = self._put_shifted_input_ids(buffers, sequences, shape)
-        token_ids, positions = buffers.input_ids, buffers.positions
-        rows = shape.rows, token_ids[: shape.num_rows], positions[: shape.num_rows]
-        sample = self._sampler.lay_out(batch, *rows, shape.ends, self.staging)
+        token_ids = buffers.input_ids[: shape.num_rows]
+        positions = buffers.positions[: shape.num_rows]
+        sample = self._sampler.lay_out(
+            batch, shape.rows, token_ids, positions, shape.ends, self.staging
+        )
         sampled, draft_sampling_rows = self._put_sampled(buffers, shape, sample)
         is_replayable = (
             len(sample.states) == len(sequences)

@@ -177,9 +177,16 @@ class DraftChain:
         tables, counts = metadata.block_tables, metadata.block_counts
         if step.sampled is not None:
             tables, counts = tables[step.sampled], counts[step.sampled]
-        longest = min(metadata.max_context_len + num_steps, self._max_model_len)
-        limits = tables, counts, longest
-        return ChainStart(token_ids, hidden, positions, *limits, step.draft_sampling, step.guide)
+        return ChainStart(
+            token_ids,
+            hidden,
+            positions,
+            tables,
+            counts,
+            min(metadata.max_context_len + num_steps, self._max_model_len),
+            step.draft_sampling,
+            step.guide,
+        )
 
     def _advance(self, start: ChainStart, step: int) -> tuple[torch.Tensor, AttentionMetadata]:
         """Positions and metadata for one token of each sequence, `step` positions after the start.

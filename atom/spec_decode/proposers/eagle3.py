@@ -143,15 +143,24 @@ def create_eagle3(
     builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
     size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
     choice = create_choice(context, size, draft.target_ids, scale)
-    limits = options.num_speculative_tokens, config.cache.block_size, context.max_model_len
     if draft.config.mask_token_id is not None:
-        place = context.ops.resolve("place_blocks", context.dtype)
         return BlockProposer(
-            ParallelEagleModel(draft, options.image_embeddings), builder, *limits, place, choice
+            ParallelEagleModel(draft, options.image_embeddings),
+            builder,
+            options.num_speculative_tokens,
+            config.cache.block_size,
+            context.max_model_len,
+            context.ops.resolve("place_blocks", context.dtype),
+            choice,
         )
-    advance = context.ops.resolve("advance_drafts", context.dtype)
     return ChainProposer(
-        Eagle3Chain(draft, options.image_embeddings), builder, *limits, advance, choice
+        Eagle3Chain(draft, options.image_embeddings),
+        builder,
+        options.num_speculative_tokens,
+        config.cache.block_size,
+        context.max_model_len,
+        context.ops.resolve("advance_drafts", context.dtype),
+        choice,
     )
 
 
