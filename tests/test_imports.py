@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -292,3 +293,17 @@ def test_one_file_reads_the_environment() -> None:
         for line in found_in(path).reads_environment
     }
     assert wrong == set()
+
+
+def test_one_file_knows_another_stream_of_the_device() -> None:
+    """Kernels share what they count with, since all work of a device runs one after the other:
+    graphs are captured on a stream that waits for the other one, and that the other one waits for.
+    """
+    knows = re.compile(r"\b(Stream\(|\w+\.stream\(|ExternalStream|set_stream)")
+    found = {
+        name_of(path)
+        for path in PACKAGE_FILES
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "torch" in line and knows.search(line)
+    }
+    assert found == {"atom/graphs/capture.py"}
