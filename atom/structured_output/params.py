@@ -160,10 +160,35 @@ def _check_tag(value: str) -> None:
     if not isinstance(tag, dict):
         raise ValueError("structured_output: a structural_tag's format must be an object")
     for part in _parts(tag):
+        _check_part(part)
         if part.get("type") == "json_schema":
             _check_one_schema(part.get("json_schema"))
-        elif part.get("type") == "regex" and isinstance(part.get("pattern"), str):
-            _check_pattern(part["pattern"])
+        elif part.get("type") == "regex":
+            pattern = part.get("pattern")
+            if not isinstance(pattern, str):
+                raise ValueError(f"structured_output: a regex is a string, got {pattern!r}")
+            _check_pattern(pattern)
+
+
+def _check_part(part: dict[str, Any]) -> None:
+    """What is looked at before the library sees it."""
+    kind = part.get("type", "")
+    if not isinstance(kind, str):
+        raise ValueError(f"structured_output: a structural_tag's type is a string, got {kind!r}")
+    tokens = {name: part.get(name, []) for name in ("trigger_tokens", "exclude_tokens")}
+    if kind == "token":
+        tokens["token"] = [part.get("token")]
+    if kind == "token_triggered_tags" and "trigger_tokens" not in part:
+        raise ValueError(f"structured_output: a structural_tag's {kind} needs trigger_tokens")
+    for side in ("begin", "end"):
+        if kind == "tag" and isinstance(part.get(side), dict):
+            tokens[side] = [part[side].get("token")]
+    for name, given in tokens.items():
+        if not isinstance(given, list) or not all(type(item) in (str, int) for item in given):
+            raise ValueError(
+                f"structured_output: {name} of a structural_tag is of tokens, by text or id, "
+                f"got {given!r}"
+            )
 
 
 def _parts(format: dict[str, Any]) -> Iterator[dict[str, Any]]:

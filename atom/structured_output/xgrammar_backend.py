@@ -81,10 +81,13 @@ class XGrammarBackend:
             is_short = lengths.forced <= MAX_FORCED_BYTES
             grammar = XGrammar(compiled, self._spelling if is_short else None)
             grammar.create_matcher().fill(first, 0)
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeDecodeError) as error:
             if _BAD_ALLOC in str(error):
                 raise MemoryError("no memory is left to compile the grammar") from error
-            reason = _LOCATION.sub("", str(error)).strip()
+            text = str(error)
+            if isinstance(error, UnicodeDecodeError):  # the library's text is cut in a character
+                text = error.object.decode(errors="replace")
+            reason = _LOCATION.sub("", text).strip()
             raise GrammarError(f"the {wanted.kind} cannot be compiled: {reason}") from error
         if not first.any():
             raise GrammarError(f"no text fulfils the {wanted.kind}")

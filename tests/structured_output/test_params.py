@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -15,6 +16,10 @@ from atom.structured_output.outputs_params import structural_tag
 from atom.structured_output.params import MAX_CHARACTERS
 
 S = {"type": "string"}
+
+
+def tag_of(**format: Any) -> dict[str, str]:
+    return {"kind": "structural_tag", "value": json.dumps(format)}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,18 @@ def test_schemas_of_models_pass() -> None:
         ({"kind": "choice", "value": '["a", 1]'}, "list of non-empty strings"),
         ({"kind": "choice", "value": '["a", ""]'}, "list of non-empty strings"),
         ({"kind": "structural_tag", "value": "[]"}, "must be an object"),
+        (tag_of(type=[]), r"type is a string, got \[\]"),
+        (tag_of(type="sequence", elements=[{"type": 1}]), "type is a string, got 1"),
+        (tag_of(type="token"), r"token of a structural_tag is of tokens, .* got \[None\]"),
+        (
+            tag_of(type="tag", begin={}, content={}, end=""),
+            "begin of a structural_tag is of tokens",
+        ),
+        (tag_of(type="any_tokens", exclude_tokens=[[]]), "exclude_tokens of a structural_tag"),
+        (tag_of(type="regex"), "a regex is a string, got None"),
+        (tag_of(type="optional", content={"type": "regex", "pattern": 1}), "string, got 1"),
+        (tag_of(type="token_triggered_tags", tags=[]), "needs trigger_tokens"),
+        (tag_of(type="token_triggered_tags", trigger_tokens="<", tags=[]), "got '<'"),
         ({"kind": "regex", "value": "a", "starts_after": ""}, "starts_after"),
         ({"kind": "regex", "value": "a", "opens_with": "x"}, "opens_with"),
         ({"kind": "regex", "value": "\ud800"}, "not valid Unicode"),

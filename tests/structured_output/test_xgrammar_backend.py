@@ -160,6 +160,7 @@ def test_free_text_that_the_answer_may_begin(bench: Bench, opens: str, closes: s
         (StructuredOutput.ebnf('root ::= "a" other'), '"other" is not defined'),
         (StructuredOutput.ebnf('start ::= "a"'), '"root" is not found'),
         (StructuredOutput.ebnf('root ::= root "a"'), "no finite text fulfils"),
+        (StructuredOutput.ebnf('roét ::= "a"'), "Unexpected character"),
         (StructuredOutput.json_schema(False), "cannot accept any value"),
         (StructuredOutput.structural_tag({"type": "nothing"}), "nothing"),
         (StructuredOutput.structural_tag({"type": "tag"}), "tag"),

@@ -27,8 +27,8 @@ from jinja2.visitor import NodeTransformer
 _MOST_TURNS = 1_000_000
 # Seconds of a processor, and steps until these are looked at again.
 _MOST_SECONDS, _LOOK_AFTER = 5.0, 64
-# Parts of what is made at once, exponents, and bits of numbers.
-_MOST_ITEMS, _MOST_POWER, _MOST_BITS = 1 << 24, 64, 1 << 16
+# Parts of what is made at once, bits of numbers, and what JSON is indented by.
+_MOST_ITEMS, _MOST_BITS, _MOST_INDENT = 1 << 24, 1 << 16, 64
 # Parts of all that is made for one text, those of lists counting more: a text that grows to a
 # million characters by a thousand messages takes as many.
 _MOST_MADE, _OF_LIST, _SHORT = 1 << 29, 32, 64
@@ -136,8 +136,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "+" and isinstance(left, (str, list, tuple)):
             weight = 1 if isinstance(left, str) else _OF_LIST
             _check(len(left) + len(right), "adds something", weight)
-        elif operator == "**" and isinstance(right, (int, float)) and abs(right) > _MOST_POWER:
-            raise TemplateError(f"the template computes a power of {right}")
         elif operator == "%" and isinstance(left, str):
             _check_format(left)
         return super().call_binop(context, operator, left, right)
@@ -234,8 +232,8 @@ def _check_lines(value: Any, *arguments: Any) -> None:
 
 
 def _check_json(value: Any, *arguments: Any) -> None:
-    if max(_numbers(arguments), _texts(arguments)) > _MOST_POWER:
-        raise TemplateError(f"the template indents JSON by more than {_MOST_POWER}")
+    if max(_numbers(arguments), _texts(arguments)) > _MOST_INDENT:
+        raise TemplateError(f"the template indents JSON by more than {_MOST_INDENT}")
     del value
 
 

@@ -83,8 +83,8 @@ class TriedCompiler:
     def _begin(self, job: _Job) -> None:
         if job.future.cancelled():
             return
-        needs_trial = not is_plain(job.wanted)
         try:
+            needs_trial = not is_plain(job.wanted)
             if needs_trial:
                 self._trials.start()  # starts up while the backend is created
             backend = self._get_backend()
