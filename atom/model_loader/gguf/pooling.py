@@ -20,8 +20,10 @@ _MODES = {MEAN: "mean", FIRST: "cls", LAST: "lasttoken"}
 _PACKAGE = "sentence_transformers.models."
 # Key-value pairs of the model come before its vocabulary.
 _BYTES_READ = 1 << 20
-# A key behind its length, with its type and value behind it.
-_KEY = re.compile(rb"(.{8})([a-z0-9_.-]{1,64}\.pooling_type)(.{4})(.{4})", re.DOTALL)
+# The end of a key, with its type and value behind it, and the whole of it, behind its length.
+_END = re.compile(rb"\.pooling_type(.{4})(.{4})", re.DOTALL)
+_KEY = re.compile(rb"[a-z0-9_.-]{1,64}\.pooling_type")
+_MOST_KEY_BYTES = 64 + len(".pooling_type")
 _UINT32, _INT32 = 4, 5
 
 
@@ -30,12 +32,21 @@ def stated_pooling(path: Path) -> int:
     check_regular(path)
     with path.open("rb") as handle:
         head = handle.read(_BYTES_READ)
-    for match in _KEY.finditer(head):
-        size, key, kind, value = match.groups()
-        numbers = [int.from_bytes(part, "little") for part in (size, kind, value)]
-        if numbers[0] == len(key) and numbers[1] in (_UINT32, _INT32):
-            return numbers[2]
+    for match in _END.finditer(head):
+        kind, value = (int.from_bytes(part, "little") for part in match.groups())
+        if kind in (_UINT32, _INT32) and _is_key(head[: match.start(1)]):
+            return value
     return NONE
+
+
+def _is_key(head: bytes) -> bool:
+    """Whether a key that says its length ends here."""
+    ends = head[-_MOST_KEY_BYTES - 8 :]
+    return any(
+        ends[at : at + 8] == (len(ends) - at - 8).to_bytes(8, "little")
+        and _KEY.fullmatch(ends, at + 8)
+        for at in range(len(ends) - 8)
+    )
 
 
 def pooled_file(location: Path) -> Path | None:
