@@ -100,6 +100,42 @@ class Qwen3Config(Qwen2Config):
 
 
 @dataclass(kw_only=True)
+class Qwen3MoeConfig(ModelConfig):
+    """Qwen3-MoE's fields; published files also say `head_dim`."""
+
+    model_type = "qwen3_moe"
+    aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 4
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    decoder_sparse_step: int = 1
+    moe_intermediate_size: int = 768
+    num_experts_per_tok: int = 8
+    num_experts: int = 128
+    norm_topk_prob: bool = False
+    mlp_only_layers: list[int] | None = None
+
+    def complete(self) -> None:
+        if not self.use_sliding_window:
+            self.sliding_window = None
+        if self.mlp_only_layers is None:
+            self.mlp_only_layers = []
+        super().complete()
+
+
+@dataclass(kw_only=True)
 class MistralConfig(ModelConfig):
     """Mistral's fields; without the field `sliding_window` there is one of 4,096 tokens."""
 
@@ -202,6 +238,7 @@ _CONFIGS: dict[str, type[ModelConfig]] = {
         LlamaConfig,
         Qwen2Config,
         Qwen3Config,
+        Qwen3MoeConfig,
         MistralConfig,
         DeepseekV2Config,
         DeepseekV3Config,
