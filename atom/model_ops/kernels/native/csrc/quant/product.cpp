@@ -172,6 +172,7 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
   const uint8_t* codes = w.codes + panel * panel_bytes;
   const Span* of_spans = rows.spans + first * spans;
   vfloat totals[R][P] = {};
+  NearFactors<P> near(w, panel, rows.span, kFetchesPanels && first == 0);
   const int64_t span_inputs = rows.span * (is_wide(kKind) && !kSplitsWide ? 2 : 1);
   for (int64_t span = 0; span < spans; ++span, codes += units * C::kBytes, x += span_inputs) {
     Sums<Sum, R, P> sums;
@@ -187,14 +188,10 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
     } else {
       sum_units<C, R, P>(codes, panel_bytes, units, x, rows.stride, fetching, sums);
     }
-    if (kFetchesPanels && R < kTableRows && first == 0) {
-      ATOM_UNROLL for (int p = 0; p < P; ++p) fetch_factors(w, panel + P + p, span * rows.span);
-    }
+    const Factors* of_panels = R < kTableRows ? near.of_span(span) : table->of_span(span, P);
     const auto add = [&](auto has_shift) {
       ATOM_UNROLL for (int p = 0; p < P; ++p) {
-        const Factors factors = R < kTableRows
-                                    ? product_factors(w, panel + p, span * rows.span)
-                                    : table->of_span(span, P)[p];
+        const Factors factors = of_panels[p];
         ATOM_UNROLL for (int r = 0; r < R; ++r) {
           const Span& inputs = of_spans[r * spans + span];
           vfloat products;

@@ -1,6 +1,8 @@
 // What products of codes and inputs become at the end of a span; the same for all kernels.
 #pragma once
 
+#include <algorithm>
+
 #include "parallel.h"
 #include "quant/codes.h"
 #include "quant/matrix.h"
@@ -71,6 +73,80 @@ class FactorTable {
 
  private:
   Factors* all_;
+};
+
+// Factors of the next few spans of P panels, converted with one look at their types.
+template <int P>
+class NearFactors {
+ public:
+  NearFactors(const QuantMatrix& w, int64_t panel, int64_t span, bool fetches)
+      : w_(w), panel_(panel), span_(span), spans_(w.inputs / span), in_group_(w.group / span),
+        fetches_(fetches) {}
+
+  // [P]. Spans are asked for in their order.
+  ATOM_INLINE const Factors* of_span(int64_t span) {
+    if (span % kSpans == 0) fill(span);
+    return near_[span % kSpans];
+  }
+
+ private:
+  static constexpr int64_t kSpans = 8;
+
+  void fill(int64_t first) {
+    const int64_t count = std::min(kSpans, spans_ - first);
+    for (int p = 0; p < P; ++p) {
+      fill(first, count, p, w_.scale, w_.scale_type, w_.super_scale, &Factors::scale);
+      if (w_.shift == nullptr) continue;
+      const float16* above = w_.has_offsets ? w_.super_offset : nullptr;
+      fill(first, count, p, w_.shift, w_.shift_type, above, &Factors::shift);
+      if (w_.has_offsets) continue;
+      for (int64_t i = 0; i < count; ++i) near_[i][p].shift *= -near_[i][p].scale;
+    }
+  }
+
+  void fill(int64_t first, int64_t count, int p, const void* from, Number type, const float16* above,
+            vfloat Factors::*member) {
+    const auto group = [&](int64_t span) { return in_group_ == 1 ? span : group_of(span, in_group_); };
+    const int64_t at = (panel_ + p) * w_.groups;
+    if (fetches_) {
+      const int64_t lanes = kLanes * bytes_of(type), next = (at + P * w_.groups + group(first)) * lanes;
+      for (int64_t i = 0; i < (group(first + count - 1) - group(first) + 1) * lanes; i += 64) {
+        __builtin_prefetch(static_cast<const uint8_t*>(from) + next + i);
+      }
+    }
+    const auto convert = [&](auto load_group) {
+      for (int64_t i = 0; i < count; ++i) near_[i][p].*member = load_group((at + group(first + i)) * kLanes);
+    };
+    switch (type) {
+      case Number::kBfloat16:
+        convert([&](int64_t i) { return load_numbers(from, i, Number::kBfloat16); });
+        break;
+      case Number::kFloat16:
+        convert([&](int64_t i) { return load_numbers(from, i, Number::kFloat16); });
+        break;
+      case Number::kInt8:
+        convert([&](int64_t i) { return load_numbers(from, i, Number::kInt8); });
+        break;
+      default: convert([&](int64_t i) { return load_numbers(from, i, Number::kFloat32); });
+    }
+    if (above == nullptr) return;
+    above += (panel_ + p) * w_.super_groups * kLanes;
+    int64_t super = -1;
+    vfloat factor{};
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t of_span = group_of((first + i) * span_, w_.super_group);
+      if (of_span != super) {
+        super = of_span;
+        factor = load_numbers(above, super * kLanes, Number::kFloat16);
+      }
+      near_[i][p].*member *= factor;
+    }
+  }
+
+  const QuantMatrix& w_;
+  const int64_t panel_, span_, spans_, in_group_;
+  const bool fetches_;
+  Factors near_[kSpans][P];
 };
 
 // total + what one span adds, where `products` are sums of codes times inputs.
