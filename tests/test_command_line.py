@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from atom.command_line.parser import did_you_mean
 from atom.config import EngineConfig
 from atom.entrypoints.openai_server import create_parser, main
 from atom.entrypoints.server_options import ServerOptions
@@ -32,6 +33,11 @@ def test_the_mode_for_equal_bits_has_the_names_that_others_have_for_it() -> None
     assert engine("--batch-invariant").sums_in_order
     assert engine("-tp", "2", "--deterministic-collectives").sums_in_order
     assert not engine("-tp", "2").sums_in_order
+
+
+def test_dashes_make_no_flags_alike() -> None:
+    assert did_you_mean("--bogus", ["--uds"]) == ""
+    assert did_you_mean("--prot", ["--uds", "--port"]) == "; did you mean --port?"
 
 
 @pytest.mark.parametrize(

@@ -232,5 +232,7 @@ def _defaults(
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """What an error about an unknown name ends with."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    # Dashes, which all flags have, make none alike.
+    bare = {each.lstrip("-"): each for each in known}
+    close = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
+    return f"; did you mean {bare[close[0]]}?" if close else ""
