@@ -135,6 +135,12 @@ def test_what_is_no_object_with_a_name_and_arguments_is_no_call(
 @pytest.mark.parametrize(
     ("parser", "text", "calls", "content"),
     [
+        # Quotes, braces and backslashes within strings end nothing.
+        ("hermes", r'<tool_call>{"name": "f", "arguments": {"a": "\"}\\", "b": ["{\\\"", {}]}}'
+         "</tool_call>.",
+         [("f", r'{"a": "\"}\\", "b": ["{\\\"", {}]}')], "."),
+        ("mistral", r'[TOOL_CALLS]f[ARGS]{"a": "\\\"{\\", "b": "}\""}.',
+         [("f", r'{"a": "\\\"{\\", "b": "}\""}')], "."),
         # A comma is not missed.
         ("hermes", '<tool_call>{"name": "f" "arguments": {}}</tool_call>', [("f", "{}")], ""),
         ("hermes", '<tool_call>{"name": "f", "arguments": 0}</tool_call>', [("f", "0")], ""),
