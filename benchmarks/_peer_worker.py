@@ -178,14 +178,13 @@ def llama_cpp(options: dict[str, Any]) -> Generate:
 
 def bandwidth(options: dict[str, Any]) -> Generate:
     """Reads 512 MB for each token that is asked for."""
-    import torch
+    from _reads import Memory
 
-    torch.set_num_threads(options["num_threads"])
-    data = torch.ones(1 << 27)
+    memory = Memory(options["num_threads"], 1 << 29)
 
     def generate(_: Prompts, max_tokens: int) -> None:
         for _i in range(max_tokens):
-            data.sum()
+            memory.read()
 
     return generate
 

@@ -37,7 +37,7 @@ CASES = ("decode-1", "decode-8", "prefill")
 _MOST_FOREIGN_CORES = 0.1
 _ATTEMPTS = 4
 _BANDWIDTH_READS = 5
-_BYTES_OF_A_READ = 4 << 27
+_BYTES_OF_A_READ = 1 << 29
 _WITH_AVX2 = "AVX2 alone, but for OpenVINO and vLLM"
 
 

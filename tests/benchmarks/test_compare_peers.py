@@ -268,13 +268,27 @@ def test_setup_keeps_what_is_there(
     (tmp_path / "ov_int8").mkdir()
     (tmp_path / "ov_int8" / "openvino_model.bin").touch()
     setup.set_up(tmp_path, ["openvino"], {"openvino": ["openvino-genai==1"]})
-    made, installed, *exports = commands
+    made, installed, removed, *exports = commands
     assert made[-1] == str(tmp_path / "venv_ov")
     assert installed[-1] == "openvino-genai==1"
+    assert "torchvision" in removed
     assert [command[-1] for command in exports] == [
         str(tmp_path / "ov_fp16"),
         str(tmp_path / "ov_int4"),
     ]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_all_of_the_memory_is_read(benchmark_module: Module, threads: int) -> None:
+    reads = benchmark_module("_reads")
+    memory = reads.Memory(threads, 10_000)
+    assert 10_000 <= memory.num_bytes < 10_000 + threads * 256
+    assert memory.num_bytes % threads == 0
+    assert memory.read() > 0
+    (start, count), *rest = memory._parts
+    memory._parts = [(start, count - 32), *rest]
+    with pytest.raises(RuntimeError, match="not all"):
+        memory.read()
 
 
 @linux
