@@ -1,6 +1,6 @@
 """This engine beside llama.cpp, OpenVINO GenAI, transformers and vLLM, on one CPU and in turns.
 
-python benchmarks/compare_peers.py setup --home DIR        # 15 minutes and 6 GB
+python benchmarks/compare_peers.py setup --home DIR        # 20 minutes and 10 GB
 python benchmarks/compare_peers.py run --home DIR --seconds 900 --with-neighbour
 python benchmarks/compare_peers.py run --home DIR --only atom-4 llama.cpp-4 --prompts gsm8k.jsonl
 python benchmarks/compare_peers.py run --home DIR --only atom-hybrid llama.cpp-hybrid
