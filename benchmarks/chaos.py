@@ -2,14 +2,16 @@
 
 python benchmarks/chaos.py --requests 3000
 python benchmarks/chaos.py --tiny --requests 400 --seed 7 --phases steady vanish
+python benchmarks/chaos.py --tiny images --requests 600
 python benchmarks/chaos.py --requests 10000 --round 500 --minutes 60 --output report.md
 
 Starts servers on loopback, of the embedded model with its draft and a lookup (or of a tiny random
-model), sends seeded requests of all APIs and harms them: clients that vanish or crawl, a KV cache
-that is too small, ten times too many requests, kill -9, SIGSTOP, SIGTERM, full disks, little
-memory. Every answer that claims to be complete must be what a quiet server without speculation
-says, and after each phase the processes must hold no more than before. Ends with 1 if anything is
-wrong. A report is written anew after each phase.
+model: a Llama, one with recurrent states, or one that reads images), sends seeded requests of all
+APIs and harms them: clients that vanish or crawl, a KV cache that is too small, ten times too many
+requests, kill -9, SIGSTOP, SIGTERM, full disks, little memory. Every answer that claims to be
+complete must be what a quiet server without speculation says, and after each phase the processes
+must hold no more than before. Ends with 1 if anything is wrong. A report is written anew after each
+phase.
 """
 
 from __future__ import annotations
@@ -30,14 +32,19 @@ from _chaos.lab import Lab, Record
 from _chaos.patience import be_patient
 from _chaos.phases import ALONE, SHARED, run_phases
 from _chaos.plan import make_asks
-from _chaos.tiny import write_tiny
+from _chaos.tiny import KINDS, write_tiny
 
 from atom.bench.report import environment, markdown_table, write_json
 
 PHASES = (*SHARED, *ALONE)
 # Room for the longest request, and for fewer sequences than run.
 _EMBEDDED = ("--max-model-len", "640", "--kv-cache-memory", "20MiB", "--max-num-seqs", "16")
-_TINY = ("--max-model-len", "700", "--kv-cache-memory", "384KiB", "--max-num-seqs", "16")
+_TINY = ("--max-model-len", "700", "--max-num-seqs", "16")
+_TINY_CACHES = {
+    "llama": ("--kv-cache-memory", "384KiB"),
+    "hybrid": ("--kv-cache-memory", "1MiB", "--state-slots", "4"),
+    "images": ("--kv-cache-memory", "384KiB", "--mm-cache-memory", "32KiB"),
+}
 _TINY_DRAFTS = ("--method", "suffix", "--num-speculative-tokens", "3")
 # Logprobs are compared to the bit, so they may not depend on the batch.
 _COMMON = ("--tool-call-parser", "hermes", "--batch-invariant")
@@ -57,27 +64,33 @@ def create_parser() -> argparse.ArgumentParser:
     parser.add_argument("--distinct", type=int, help="different ones (default: a tenth, 28 to 280)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
-    parser.add_argument("--tiny", action="store_true", help="a random model with a lookup")
+    parser.add_argument(
+        "--tiny",
+        nargs="?",
+        choices=KINDS,
+        const="llama",
+        help="a random model with a lookup (%(const)s); with `images`, of requests, too",
+    )
     parser.add_argument("--model", type=Path, help="another tiny one, for --tiny")
     parser.add_argument("--output", type=Path, help="Markdown file; JSON goes beside it")
     return parser
 
 
-def server_flags(model: Path | None) -> tuple[list[str], list[str]]:
+def server_flags(model: Path | None, kind: str | None) -> tuple[list[str], list[str]]:
     """Flags of the servers under test, and of the one whose answers are right."""
-    if model is None:
+    if model is None or kind is None:
         return [*_EMBEDDED, "--speculative-lookup", *_COMMON], ["--no-speculation", *_COMMON]
     own = ["--model", str(model), *_COMMON]
     quiet = [*own, *_TINY[:2], "--kv-cache-memory", "8MiB"]
-    return [*own, *_TINY, *_TINY_DRAFTS], quiet
+    return [*own, *_TINY, *_TINY_CACHES[kind], *_TINY_DRAFTS], quiet
 
 
 async def run(args: argparse.Namespace, folder: Path) -> list[Record]:
-    model = (args.model or write_tiny(folder / "tiny")) if args.tiny else None
-    flags, quiet_flags = server_flags(model)
+    model = (args.model or write_tiny(folder / "tiny", args.tiny)) if args.tiny else None
+    flags, quiet_flags = server_flags(model, args.tiny)
     quiet_flags += ["--no-enable-prefix-caching"]
     distinct = args.distinct or min(max(args.requests // 10, 28), 280)
-    asks = make_asks(args.seed, distinct, longest=_LONGEST)
+    asks = make_asks(args.seed, distinct, longest=_LONGEST, sees=args.tiny == "images")
     lab = Lab(asks, flags, quiet_flags, folder, args.seed)
     await lab.learn()
     print(f"{distinct} answers of a quiet server are known", flush=True)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from _server import Server
 
 from _chaos.clients import PLAIN, Client, Outcome, ask_once, run_client
 from _chaos.patience import Stops, patient
-from _chaos.plan import Ask
+from _chaos.plan import Ask, make_picture
 from _chaos.watch import Held, metrics, settle, tree
 
 START_SECONDS = 600.0
 # A process whose pipe closed, or that was asked to end.
 END_SECONDS = 30.0
+# More images at once than a server reads, and their pixels: reading one takes longer than sending.
+_READERS, _LARGE = 24, (1000, 1000)
 # After so long without work an engine has given back what it does not use.
 _IDLE_SECONDS = 2.0
 
@@ -172,6 +177,8 @@ class Lab:
                 raise RuntimeError(f"warm-up, {ask.kind}: {outcome.status} {outcome.error}")
 
         await asyncio.gather(*(meet(ask) for ask in self.asks[:28]))
+        if any(ask.sees for ask in self.asks):
+            await asyncio.to_thread(_occupy_readers, running.server.url)
         await running.settle()
         # Connections that nobody uses are closed, and idle helpers end.
         await asyncio.sleep(3)
@@ -234,6 +241,23 @@ class Lab:
         if outcome.said is not None:
             return f"{text}\n  said  {outcome.said}\n  right {self._right[ask.number]}"
         return f"{text}: {outcome.status} {outcome.error}"
+
+
+def _occupy_readers(url: str) -> None:
+    """Let a server read so many large images at once that all threads for that are started."""
+    data = make_picture(random.Random(0), *_LARGE)
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    content = json.dumps({"messages": [{"role": "user", "content": [part]}]})
+    headers = {"content-type": "application/json"}
+
+    def read(_: int) -> None:
+        answer = httpx.post(
+            f"{url}/tokenize", content=content, headers=headers, timeout=patient(60)
+        )
+        answer.raise_for_status()
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        list(pool.map(read, range(2 * _READERS)))
 
 
 async def check_held(record: Record, running: Running, before: Held) -> None:

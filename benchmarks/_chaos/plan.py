@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Of which prompts are made.
@@ -23,6 +25,10 @@ _PERSON = {
 }
 _PATTERN = "[a-c]{4,9}"
 _CHOICES = ["yes", "no", "maybe so"]
+# What stands for a picture in a prompt, and what ends the kinds of requests that have some.
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+_SEEING = " with images"
+_NUM_PICTURES = 8
 # Longer than any request may take here; shorter than the clock jumps.
 _TIMEOUT_SECONDS = 1800
 
@@ -44,6 +50,16 @@ class Ask:
     grows: bool = False
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar says what its answer may be."""
+        return self.kind.startswith(("grammar", "tools"))
+
+    @property
+    def sees(self) -> bool:
+        """Whether it has images."""
+        return self.kind.endswith(_SEEING)
+
+    @property
     def stream(self) -> bool:
         return bool(self.body.get("stream"))
 
@@ -57,19 +73,27 @@ class Ask:
         return head.encode() + body
 
 
-def make_asks(seed: int, count: int, *, longest: int) -> list[Ask]:
+def make_asks(seed: int, count: int, *, longest: int, sees: bool = False) -> list[Ask]:
     """Distinct requests of all kinds in turn.
 
     Args:
         longest: tokens that an answer may have.
+        sees: whether there are kinds with images, too.
     """
-    return [_make(seed, number, longest) for number in range(count)]
+    pictures = _make_pictures(seed) if sees else []
+    return [_make(seed, number, longest, pictures) for number in range(count)]
 
 
-def _make(seed: int, number: int, longest: int) -> Ask:
+def _make(seed: int, number: int, longest: int, pictures: list[str]) -> Ask:
+    """Args:
+    pictures: PNG files in base64; those of requests are some of them.
+    """
     rng = random.Random(f"{seed}/{number}")
-    kinds = list(_KINDS.items())
-    kind, (path, make) = kinds[number % len(kinds)]
+    kinds = list(_KINDS)
+    if pictures:
+        kinds += [kind + _SEEING for kind in kinds if kind != "completion"]
+    kind = kinds[number % len(kinds)]
+    path, make = _KINDS[kind.removesuffix(_SEEING)]
     # Many short answers, and some for which blocks must be found while they grow.
     is_short = rng.random() < 0.7
     body = make(rng, rng.randint(1, longest // 5) if is_short else longest)
@@ -81,7 +105,52 @@ def _make(seed: int, number: int, longest: int) -> Ask:
         body["priority"] = rng.randint(-2, 2)
     if rng.random() < 0.2:
         body["timeout"] = _TIMEOUT_SECONDS
-    return Ask(number, kind, path, body, grows=not is_short and kind not in ("grammar", "tools"))
+    if kind.endswith(_SEEING):
+        _show(rng, path, body, rng.choices(pictures, k=rng.choice([1, 1, 2])))
+    ask = Ask(number, kind, path, body)
+    return replace(ask, grows=not is_short and not ask.is_constrained)
+
+
+def _make_pictures(seed: int) -> list[str]:
+    """Small ones of random sizes."""
+    rng = random.Random(f"{seed}/pictures")
+    sizes = [(rng.randint(9, 60), rng.randint(9, 60)) for _ in range(_NUM_PICTURES)]
+    return [make_picture(rng, *size) for size in sizes]
+
+
+def make_picture(rng: random.Random, width: int, height: int) -> str:
+    """A PNG file of random pixels, in base64."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    pixels = rng.randbytes(3 * width * height)
+    Image.frombytes("RGB", (width, height), pixels).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _show(rng: random.Random, path: str, body: Body, pictures: list[str]) -> None:
+    """Put pictures before or behind a request's text, in the words of its API."""
+    urls = [f"data:image/png;base64,{data}" for data in pictures]
+    parts: list[Body]
+    match path:
+        case "/generate":
+            body["image_data"] = urls
+            texts = [PICTURE * len(urls), body["text"]]
+            body["text"] = "".join(texts if rng.random() < 0.5 else reversed(texts))
+            return
+        case "/v1/responses":
+            parts = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in urls]
+            body["input"] = [{"role": "user", "content": body["input"]}]
+            (message,), text = body["input"], "input_text"
+        case "/v1/messages":
+            sources = [{"type": "base64", "media_type": "image/png", "data": d} for d in pictures]
+            parts = [{"type": "image", "source": source} for source in sources]
+            (message,), text = body["messages"], "text"
+        case _:
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+            (message,), text = body["messages"], "text"
+    words = [{"type": text, "text": message["content"]}]
+    message["content"] = parts + words if rng.random() < 0.5 else words + parts
 
 
 def _text(rng: random.Random) -> str:
