@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+
+from atom import LLM, SamplingParams
 
 
 @pytest.fixture
@@ -33,8 +38,58 @@ def test_clients_that_vanish_from_a_server_with_little_room(chaos: Any, tmp_path
 
 
 @pytest.mark.slow
-def test_all_phases(chaos: Any) -> None:
-    assert chaos.main(["--tiny", "--requests", "1000", "--seed", "1"]) == 0
+@pytest.mark.parametrize("kind", ["llama", "hybrid", "images"])
+def test_all_phases(chaos: Any, kind: str) -> None:
+    assert chaos.main(["--tiny", kind, "--requests", "1000", "--seed", "1"]) == 0
+
+
+@pytest.mark.usefixtures("chaos")
+def test_requests_with_images() -> None:
+    from _chaos.plan import make_asks
+
+    plain, seeing = (make_asks(3, 26, longest=10, sees=sees) for sees in (False, True))
+    assert not any(ask.sees for ask in plain)
+    assert "image" not in json.dumps([ask.body for ask in plain])
+    shown = [ask for ask in seeing if ask.sees]
+    assert {ask.path for ask in shown} == {ask.path for ask in plain} - {"/v1/completions"}
+    assert any(ask.is_constrained for ask in shown)
+    files = [re.findall(r"iVBOR[\w+/=]+", json.dumps(ask.body)) for ask in shown]
+    assert {len(of_one) for of_one in files} == {1, 2}
+    counts = Counter(file for of_one in files for file in of_one)
+    assert len(counts) > 4
+    assert max(counts.values()) > 1
+    assert seeing == make_asks(3, 26, longest=10, sees=True)
+    # Those without are as they are for other models.
+    assert seeing[:7] == plain[:7]
+
+
+@pytest.mark.usefixtures("chaos")
+def test_a_tiny_model_sees(tmp_path: Path) -> None:
+    from _chaos.plan import PICTURE
+    from _chaos.tiny import write_tiny
+
+    flags: dict[str, Any] = {"max_model_len": 100, "kv_cache_memory": "1MiB"}
+    with LLM(str(write_tiny(tmp_path, "images")), **flags) as llm:
+        prompts = [
+            {
+                "prompt": f"the {PICTURE}",
+                "multi_modal_data": {"image": Image.new("RGB", (20, 30), c)},
+            }
+            for c in ("red", "blue", "red")
+        ]
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        red, blue, again = llm.generate(prompts, sampling, use_tqdm=False)
+    assert red.outputs[0].token_ids == again.outputs[0].token_ids != blue.outputs[0].token_ids
+
+
+@pytest.mark.usefixtures("chaos")
+def test_a_tiny_model_has_states(tmp_path: Path) -> None:
+    from _chaos.tiny import write_tiny
+
+    folder = write_tiny(tmp_path, "hybrid")
+    config = json.loads((folder / "config.json").read_text())
+    assert set(config["layer_types"]) == {"linear_attention", "full_attention"}
+    assert write_tiny(tmp_path / "llama").joinpath("config.json").read_text().count('"llama"') == 1
 
 
 @pytest.mark.usefixtures("chaos")
