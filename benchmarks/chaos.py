@@ -42,7 +42,7 @@ _EMBEDDED = ("--max-model-len", "640", "--kv-cache-memory", "20MiB", "--max-num-
 _TINY = ("--max-model-len", "700", "--max-num-seqs", "16")
 _TINY_CACHES = {
     "llama": ("--kv-cache-memory", "384KiB"),
-    "hybrid": ("--kv-cache-memory", "896KiB", "--state-slots", "4"),
+    "hybrid": ("--kv-cache-memory", "928KiB", "--state-slots", "8"),
     "images": ("--kv-cache-memory", "384KiB", "--mm-cache-memory", "32KiB"),
 }
 _TINY_DRAFTS = ("--method", "suffix", "--num-speculative-tokens", "3")
