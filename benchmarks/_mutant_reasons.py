@@ -23,7 +23,7 @@ _REASONS: dict[tuple[str, str, str, str], str] = {
     ): "a short way: otherwise no block is missing, and the answer is the same",
     (
         "kv_cache/block_tables.py",
-        "StepTables.select",
+        "StepTablesInPlace.select",
         "self._held = wanted",
         "pass",
     ): "it saves a copy of what is there already",
