@@ -257,7 +257,7 @@ def _occupy_readers(url: str) -> None:
         answer.raise_for_status()
 
     with ThreadPoolExecutor(_READERS) as pool:
-        list(pool.map(read, range(2 * _READERS)))
+        list(pool.map(read, range(_READERS)))
 
 
 async def check_held(record: Record, running: Running, before: Held) -> None:

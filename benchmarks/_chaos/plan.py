@@ -28,7 +28,8 @@ _CHOICES = ["yes", "no", "maybe so"]
 # What stands for a picture in a prompt, and what ends the kinds of requests that have some.
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 _SEEING = " with images"
-_NUM_PICTURES = 8
+# Of two sizes, in pixels, so that many prompts differ in their pictures alone for some blocks.
+_PICTURE_SIZES = ((32, 32), (40, 24)) * 4
 # Longer than any request may take here; shorter than the clock jumps.
 _TIMEOUT_SECONDS = 1800
 
@@ -112,10 +113,8 @@ def _make(seed: int, number: int, longest: int, pictures: list[str]) -> Ask:
 
 
 def _make_pictures(seed: int) -> list[str]:
-    """Small ones of random sizes."""
     rng = random.Random(f"{seed}/pictures")
-    sizes = [(rng.randint(9, 60), rng.randint(9, 60)) for _ in range(_NUM_PICTURES)]
-    return [make_picture(rng, *size) for size in sizes]
+    return [make_picture(rng, *size) for size in _PICTURE_SIZES]
 
 
 def make_picture(rng: random.Random, width: int, height: int) -> str:
