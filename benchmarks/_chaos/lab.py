@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import time
@@ -27,7 +28,7 @@ START_SECONDS = 600.0
 # A process whose pipe closed, or that was asked to end.
 END_SECONDS = 30.0
 # More images at once than a server reads, and their pixels: reading one takes longer than sending.
-_READERS, _LARGE = 24, (1000, 1000)
+_READERS, _LARGE = 24, (3000, 3000)
 # After so long without work an engine has given back what it does not use.
 _IDLE_SECONDS = 2.0
 
@@ -245,7 +246,7 @@ class Lab:
 
 def _occupy_readers(url: str) -> None:
     """Let a server read so many large images at once that all threads for that are started."""
-    data = make_picture(random.Random(0), *_LARGE)
+    data = make_picture(*_LARGE, bytes(3 * math.prod(_LARGE)))
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     content = json.dumps({"messages": [{"role": "user", "content": [part]}]})
     headers = {"content-type": "application/json"}

@@ -114,15 +114,14 @@ def _make(seed: int, number: int, longest: int, pictures: list[str]) -> Ask:
 
 def _make_pictures(seed: int) -> list[str]:
     rng = random.Random(f"{seed}/pictures")
-    return [make_picture(rng, *size) for size in _PICTURE_SIZES]
+    return [make_picture(w, h, rng.randbytes(3 * w * h)) for w, h in _PICTURE_SIZES]
 
 
-def make_picture(rng: random.Random, width: int, height: int) -> str:
-    """A PNG file of random pixels, in base64."""
+def make_picture(width: int, height: int, pixels: bytes) -> str:
+    """A PNG file in base64."""
     from PIL import Image
 
     file = io.BytesIO()
-    pixels = rng.randbytes(3 * width * height)
     Image.frombytes("RGB", (width, height), pixels).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
