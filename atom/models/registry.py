@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class _Model:
     """Attributes:
-    module: in this package.
+    module: in this package, with its folder.
     name: of the class.
     model_types: those of configurations that mean this arithmetic.
     """
@@ -32,43 +32,45 @@ def model_types() -> dict[str, tuple[str, ...]]:
     return {name: model.model_types for name, model in _MODELS.items()}
 
 
-_KIMI_K25 = _Model("kimi_k25", "KimiK25ForConditionalGeneration", ("kimi_k25",))
+_KIMI_K25 = _Model("vision_language.kimi_k25", "KimiK25ForConditionalGeneration", ("kimi_k25",))
 _MODELS = {
     "LlamaForCausalLM": _Model("llama", "LlamaForCausalLM", ("llama",)),
     "Idefics3ForConditionalGeneration": _Model(
-        "idefics3", "Idefics3ForConditionalGeneration", ("idefics3",)
+        "vision_language.idefics3", "Idefics3ForConditionalGeneration", ("idefics3",)
     ),
     "SmolVLMForConditionalGeneration": _Model(
-        "idefics3", "Idefics3ForConditionalGeneration", ("smolvlm",)
+        "vision_language.idefics3", "Idefics3ForConditionalGeneration", ("smolvlm",)
     ),
     "Qwen2_5_VLForConditionalGeneration": _Model(
-        "qwen2_5_vl", "Qwen25VLForConditionalGeneration", ("qwen2_5_vl",)
+        "vision_language.qwen2_5_vl", "Qwen25VLForConditionalGeneration", ("qwen2_5_vl",)
     ),
     "Qwen3VLForConditionalGeneration": _Model(
-        "qwen3_vl", "Qwen3VLForConditionalGeneration", ("qwen3_vl",)
+        "vision_language.qwen3_vl", "Qwen3VLForConditionalGeneration", ("qwen3_vl",)
     ),
     "Qwen3VLMoeForConditionalGeneration": _Model(
-        "qwen3_vl", "Qwen3VLMoeForConditionalGeneration", ("qwen3_vl_moe",)
+        "vision_language.qwen3_vl", "Qwen3VLMoeForConditionalGeneration", ("qwen3_vl_moe",)
     ),
     "Qwen3ForCausalLM": _Model("qwen3", "Qwen3ForCausalLM", ("qwen3",)),
-    "DeepseekV2ForCausalLM": _Model("deepseek_v2", "DeepseekV2ForCausalLM", ("deepseek_v2",)),
+    "DeepseekV2ForCausalLM": _Model("moe.deepseek_v2", "DeepseekV2ForCausalLM", ("deepseek_v2",)),
     "DeepseekV3ForCausalLM": _Model(
-        "deepseek_v2", "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2")
+        "moe.deepseek_v2", "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2")
     ),
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Kimi_K25ForConditionalGeneration": _KIMI_K25,  # transformers' spelling of the same
-    "DeepseekV32ForCausalLM": _Model("deepseek_v32", "DeepseekV32ForCausalLM", ("deepseek_v32",)),
-    "GlmMoeDsaForCausalLM": _Model("deepseek_v32", "GlmMoeDsaForCausalLM", ("glm_moe_dsa",)),
+    "DeepseekV32ForCausalLM": _Model(
+        "moe.deepseek_v32", "DeepseekV32ForCausalLM", ("deepseek_v32",)
+    ),
+    "GlmMoeDsaForCausalLM": _Model("moe.deepseek_v32", "GlmMoeDsaForCausalLM", ("glm_moe_dsa",)),
     "Qwen2ForCausalLM": _Model("qwen2", "Qwen2ForCausalLM", ("qwen2",)),
-    "Qwen2MoeForCausalLM": _Model("qwen2_moe", "Qwen2MoeForCausalLM", ("qwen2_moe",)),
-    "Qwen3MoeForCausalLM": _Model("qwen3_moe", "Qwen3MoeForCausalLM", ("qwen3_moe",)),
+    "Qwen2MoeForCausalLM": _Model("moe.qwen2_moe", "Qwen2MoeForCausalLM", ("qwen2_moe",)),
+    "Qwen3MoeForCausalLM": _Model("moe.qwen3_moe", "Qwen3MoeForCausalLM", ("qwen3_moe",)),
     "MistralForCausalLM": _Model("mistral", "MistralForCausalLM", ("mistral",)),
     "MinistralForCausalLM": _Model("mistral", "MinistralForCausalLM", ("ministral",)),
     "Ministral3ForCausalLM": _Model("mistral", "Ministral3ForCausalLM", ("ministral3",)),
     "Mistral3ForConditionalGeneration": _Model(
         "mistral", "Mistral3ForConditionalGeneration", ("mistral3",)
     ),
-    "MixtralForCausalLM": _Model("mixtral", "MixtralForCausalLM", ("mixtral",)),
+    "MixtralForCausalLM": _Model("moe.mixtral", "MixtralForCausalLM", ("mixtral",)),
     "SmolLM3ForCausalLM": _Model("smollm3", "SmolLM3ForCausalLM", ("smollm3",)),
     "Olmo2ForCausalLM": _Model("olmo2", "Olmo2ForCausalLM", ("olmo2",)),
     "GraniteForCausalLM": _Model("granite", "GraniteForCausalLM", ("granite",)),
@@ -81,22 +83,26 @@ _MODELS = {
     "CohereForCausalLM": _Model("cohere", "CohereForCausalLM", ("cohere",)),
     "Cohere2ForCausalLM": _Model("cohere", "Cohere2ForCausalLM", ("cohere2",)),
     "Glm4ForCausalLM": _Model("glm4", "Glm4ForCausalLM", ("glm4",)),
-    "Glm4MoeForCausalLM": _Model("glm4_moe", "Glm4MoeForCausalLM", ("glm4_moe",)),
-    "Glm4MoeLiteForCausalLM": _Model("glm4_moe", "Glm4MoeLiteForCausalLM", ("glm4_moe_lite",)),
-    "GptOssForCausalLM": _Model("gpt_oss", "GptOssForCausalLM", ("gpt_oss",)),
-    "MiniMaxM2ForCausalLM": _Model("minimax_m2", "MiniMaxM2ForCausalLM", ("minimax_m2",)),
-    "Qwen3NextForCausalLM": _Model("qwen3_next", "Qwen3NextForCausalLM", ("qwen3_next",)),
-    "Qwen3_5ForCausalLM": _Model("qwen3_5", "Qwen35ForCausalLM", ("qwen3_5_text",)),
-    "Qwen3_5MoeForCausalLM": _Model("qwen3_5", "Qwen35MoeForCausalLM", ("qwen3_5_moe_text",)),
+    "Glm4MoeForCausalLM": _Model("moe.glm4_moe", "Glm4MoeForCausalLM", ("glm4_moe",)),
+    "Glm4MoeLiteForCausalLM": _Model("moe.glm4_moe", "Glm4MoeLiteForCausalLM", ("glm4_moe_lite",)),
+    "GptOssForCausalLM": _Model("moe.gpt_oss", "GptOssForCausalLM", ("gpt_oss",)),
+    "MiniMaxM2ForCausalLM": _Model("moe.minimax_m2", "MiniMaxM2ForCausalLM", ("minimax_m2",)),
+    "Qwen3NextForCausalLM": _Model("hybrid.qwen3_next", "Qwen3NextForCausalLM", ("qwen3_next",)),
+    "Qwen3_5ForCausalLM": _Model("hybrid.qwen3_5", "Qwen35ForCausalLM", ("qwen3_5_text",)),
+    "Qwen3_5MoeForCausalLM": _Model(
+        "hybrid.qwen3_5", "Qwen35MoeForCausalLM", ("qwen3_5_moe_text",)
+    ),
     "Qwen3_5ForConditionalGeneration": _Model(
-        "qwen3_5", "Qwen35ForConditionalGeneration", ("qwen3_5",)
+        "hybrid.qwen3_5", "Qwen35ForConditionalGeneration", ("qwen3_5",)
     ),
     "Qwen3_5MoeForConditionalGeneration": _Model(
-        "qwen3_5", "Qwen35MoeForConditionalGeneration", ("qwen3_5_moe",)
+        "hybrid.qwen3_5", "Qwen35MoeForConditionalGeneration", ("qwen3_5_moe",)
     ),
-    "KimiLinearForCausalLM": _Model("kimi_linear", "KimiLinearForCausalLM", ("kimi_linear",)),
+    "KimiLinearForCausalLM": _Model(
+        "hybrid.kimi_linear", "KimiLinearForCausalLM", ("kimi_linear",)
+    ),
     "KimiK3ForConditionalGeneration": _Model(
-        "kimi_k3", "KimiK3ForConditionalGeneration", ("kimi_k3",)
+        "hybrid.kimi_k3", "KimiK3ForConditionalGeneration", ("kimi_k3",)
     ),
 }
 

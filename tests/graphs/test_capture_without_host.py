@@ -41,12 +41,12 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
-from atom.models.deepseek_v2 import DeepseekV3ForCausalLM
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.deepseek import Eagle3DeepseekV2ForCausalLM
 from atom.models.eagle3.llama import LlamaForCausalLMEagle3
 from atom.models.eagle3.parts import DraftParts
 from atom.models.layers.mtp import MTPParts, PredictionLayers
+from atom.models.moe.deepseek_v2 import DeepseekV3ForCausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform
 from atom.sampling.ops import SamplingOps

@@ -38,12 +38,12 @@ from atom.model_engine.step.input_builder import InputBuilder
 from atom.model_engine.step.step_graphs import StepGraphs
 from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
 from atom.model_ops.layer_context import LayerContext
-from atom.models.deepseek_v2 import DeepseekV3ForCausalLM
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.deepseek import Eagle3DeepseekV2ForCausalLM
 from atom.models.eagle3.llama import LlamaForCausalLMEagle3
 from atom.models.eagle3.parts import DraftParts
 from atom.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from atom.models.moe.deepseek_v2 import DeepseekV3ForCausalLM
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler

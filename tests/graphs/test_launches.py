@@ -38,8 +38,8 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.formats.fp8 import Fp8Config
 from atom.model_ops.quant.formats.table import parse_quantization
 from atom.model_ops.rotary import RotaryEmbedding
-from atom.models.deepseek_v2 import DeepseekV3DecoderLayer
 from atom.models.llama import LlamaDecoderLayer
+from atom.models.moe.deepseek_v2 import DeepseekV3DecoderLayer
 
 pytest.importorskip("triton")
 

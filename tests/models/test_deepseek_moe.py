@@ -23,8 +23,8 @@ from atom.model_ops.moe import FusedMoE
 from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.model_ops.registry import OpTable
-from atom.models import deepseek_v2
-from atom.models.deepseek_v2 import DeepseekV3MoE
+from atom.models.moe import deepseek_v2
+from atom.models.moe.deepseek_v2 import DeepseekV3MoE
 from atom.platform import Platform, cpu_platform
 
 CONFIG = DeepseekV3Config(

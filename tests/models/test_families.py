@@ -22,10 +22,10 @@ from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.moe import FusedMoE
 from atom.models.config.hf_configs import built_in_config
-from atom.models.deepseek_v2 import DeepseekV3ForCausalLM, DeepseekV3MoE, attention_scale
-from atom.models.kimi_k25 import KimiK25ForConditionalGeneration
 from atom.models.llama import LlamaMLP
+from atom.models.moe.deepseek_v2 import DeepseekV3ForCausalLM, DeepseekV3MoE, attention_scale
 from atom.models.registry import create_model
+from atom.models.vision_language.kimi_k25 import KimiK25ForConditionalGeneration
 from atom.platform import cpu_platform
 
 

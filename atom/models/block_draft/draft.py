@@ -16,9 +16,9 @@ from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.block_draft.config import BlockDraftConfig
 from atom.models.block_draft.heads import CandidateSelector, ConfidenceHead, MarkovHead, PathHead
 from atom.models.block_draft.layers import BlockDraftLayer
-from atom.models.deepseek_v2 import PACKED_ATTENTION
 from atom.models.eagle3.parts import DraftParts
 from atom.models.eagle3.sharing import SharingDraft
+from atom.models.moe.deepseek_v2 import PACKED_ATTENTION
 
 
 class BlockDraft(SharingDraft):

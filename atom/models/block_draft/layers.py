@@ -19,8 +19,8 @@ from atom.model_ops.linear import (
 )
 from atom.model_ops.rotary import Rotation
 from atom.models.block_draft.config import BlockConv, BlockDraftConfig
-from atom.models.deepseek_v2 import DeepseekV2Attention
 from atom.models.llama import LlamaMLP
+from atom.models.moe.deepseek_v2 import DeepseekV2Attention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

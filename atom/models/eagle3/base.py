@@ -15,11 +15,11 @@ from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.rotary import Rotation
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.deepseek_v2 import DeepseekV2Attention
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.parts import DraftParts
 from atom.models.eagle3.sharing import SharingDraft
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
+from atom.models.moe.deepseek_v2 import DeepseekV2Attention
 
 
 class Eagle3Layer(nn.Module):

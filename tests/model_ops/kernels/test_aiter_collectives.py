@@ -22,7 +22,7 @@ from atom.model_ops.linear import LinearBase, RowParallelLinear
 from atom.model_ops.moe import FusedMoE
 from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable
-from atom.models.deepseek_v2 import DeepseekV3MoE
+from atom.models.moe.deepseek_v2 import DeepseekV3MoE
 from atom.platform import Platform
 
 MI300X = Platform("rocm", "gfx942", True)

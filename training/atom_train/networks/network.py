@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from atom.models.deepseek_v2 import attention_scale
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.llama import head_size
+from atom.models.moe.deepseek_v2 import attention_scale
 from atom_train.networks.layers import MLP, Attending, Norm, Rope, TrainedDraft, TrainingBatch
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.models.layers.moe_block import SoftmaxMoE
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
-from atom.models.qwen3_moe import has_experts
+from atom.models.moe.qwen3_moe import has_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

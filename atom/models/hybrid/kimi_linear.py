@@ -22,15 +22,15 @@ from atom.model_ops.linear import (
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rotary import NoRotation, RotaryEmbedding, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.deepseek_v2 import (
+from atom.models.layers.layer_types import is_linear
+from atom.models.llama import SILU
+from atom.models.moe.deepseek_v2 import (
     DeepseekV2Attention,
     DeepseekV2ForCausalLM,
     TypedDecoderLayer,
     expect,
 )
-from atom.models.layers.layer_types import is_linear
-from atom.models.llama import SILU
-from atom.models.mixtral import EXPERT_MODULES
+from atom.models.moe.mixtral import EXPERT_MODULES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -16,9 +16,9 @@ from atom.model_ops.moe import FusedMoE
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.deepseek_v2 import expect
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
+from atom.models.moe.deepseek_v2 import expect
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

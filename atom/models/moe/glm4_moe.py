@@ -12,12 +12,12 @@ from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.rotary import RotaryEmbedding
-from atom.models.deepseek_v2 import (
+from atom.models.llama import LlamaAttention, head_size
+from atom.models.moe.deepseek_v2 import (
     DeepseekV3DecoderLayer,
     DeepseekV3ForCausalLM,
     TypedDecoderLayer,
 )
-from atom.models.llama import LlamaAttention, head_size
 from atom.models.phi3 import rotated_size
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from atom.model_ops.rotary import MRotaryEmbedding, RotaryEmbedding
 from atom.models.layers.moe_block import SoftmaxMoE
 from atom.models.layers.text_model import TextModel
 from atom.models.llama import LlamaDecoderLayer, head_size
+from atom.models.moe.qwen3_moe import has_experts
 from atom.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
-from atom.models.qwen3_moe import has_experts
 from atom.models.vision.encoder import ImageEncoder
 from atom.models.vision.qwen3_vl import Qwen3ImageEncoder
 

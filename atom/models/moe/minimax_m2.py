@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.deepseek_v2 import expect
 from atom.models.layers.moe_block import SigmoidMoE
 from atom.models.llama import LlamaDecoderLayer
-from atom.models.mixtral import EXPERT_MODULES
+from atom.models.moe.deepseek_v2 import expect
+from atom.models.moe.mixtral import EXPERT_MODULES
 from atom.models.olmo2 import Olmo2Attention
 from atom.models.phi3 import Phi3ForCausalLM
 

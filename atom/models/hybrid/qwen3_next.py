@@ -16,14 +16,14 @@ from atom.model_ops.linear import ColumnParallelLinear, RowParallelLinear, share
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rotary import RotaryEmbedding, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.deepseek_v2 import expect
 from atom.models.layers.gated_attention import GatedAttention
 from atom.models.layers.layer_types import is_linear
 from atom.models.layers.mtp import MTPTarget
 from atom.models.layers.one_plus_norms import OnePlusNorms
 from atom.models.llama import SILU, head_size
+from atom.models.moe.deepseek_v2 import expect
+from atom.models.moe.qwen2_moe import Qwen2MoeDecoderLayer
 from atom.models.phi3 import rotated_size
-from atom.models.qwen2_moe import Qwen2MoeDecoderLayer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -33,8 +33,7 @@ from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rank_sums import resolve_plain_sum
 from atom.model_ops.rotary import Rotation
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.deepseek_v2 import DeepseekV3MoE, expect
-from atom.models.kimi_linear import (
+from atom.models.hybrid.kimi_linear import (
     KimiDeltaAttention,
     KimiLinearAttention,
     KimiLinearDecoderLayer,
@@ -42,6 +41,7 @@ from atom.models.kimi_linear import (
 )
 from atom.models.layers.layer_types import is_linear
 from atom.models.llama import Activation, LlamaMLP, LlamaModel
+from atom.models.moe.deepseek_v2 import DeepseekV3MoE, expect
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -16,7 +16,7 @@ from atom.model_ops.linear import LinearBase
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rotary import RotaryEmbedding, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.deepseek_v2 import (
+from atom.models.moe.deepseek_v2 import (
     DeepseekV2Attention,
     DeepseekV2ForCausalLM,
     TypedDecoderLayer,
