@@ -23,6 +23,10 @@ _TORCH_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 _AVX2 = {"transformers": _TORCH_AVX2, "atom": {**_TORCH_AVX2, "ATOM_CPU_ARCH": "haswell"}}
 
 
+# Of vLLM.
+_EAGER = {"eager": True}
+
+
 @dataclass(frozen=True)
 class Peer:
     """Attributes:
@@ -60,8 +64,8 @@ def _ours(bits: int, model: str | None, **options: Any) -> list[Peer]:
     ]
 
 
-def _theirs(engine: str, bits: int, file: str) -> Peer:
-    return Peer(f"{engine}-{bits}", engine, bits, lambda home: home / file, {})
+def _theirs(engine: str, bits: int, file: str, **options: Any) -> Peer:
+    return Peer(f"{engine}-{bits}", engine, bits, lambda home: home / file, options)
 
 
 def _hybrid(**options: Any) -> Peer:
@@ -92,6 +96,15 @@ def peers_on(file: Path) -> list[Peer]:
     return [replace(peer, name=f"{peer.engine}-{file.stem}", **about) for peer in (ours, theirs)]
 
 
+def peers_in(folder: Path) -> list[Peer]:
+    """This engine and vLLM, which compiles nothing, in bfloat16 on a folder of a checkpoint."""
+    options = {"atom": {"speculates": False}, "vllm": _EAGER}
+    return [
+        Peer(f"{engine}-{folder.name}", engine, 16, lambda _: folder, given, family=folder.name)
+        for engine, given in options.items()
+    ]
+
+
 def token_bytes(reader: GGUFReader) -> int:
     """Of the weights that one token needs: of experts those that are used, and of an embedding that
     is not the output's as well, nothing.
@@ -112,7 +125,7 @@ _ALL = [
     *_ours(8, "smollm2", quantization="int8"),
     *_ours(4, None),
     _theirs("transformers", 16, "smollm2"),
-    _theirs("vllm", 16, "smollm2"),
+    _theirs("vllm", 16, "smollm2", eager=False),
     _llama_cpp(16, lambda home: home / "smollm2-bf16.gguf"),
     _llama_cpp(8, lambda home: home / "smollm2-q8_0.gguf"),
     _llama_cpp(4, lambda _: embedded_model()),
@@ -123,8 +136,11 @@ _ALL = [
 _THEIRS = replace(
     _llama_cpp(8, lambda home: home / HYBRID), name="llama.cpp-hybrid", family="hybrid"
 )
+# Without the first start of many minutes.
+_EAGER_VLLM = replace(_theirs("vllm", 16, "smollm2", **_EAGER), name="vllm-16-eager")
 USUAL = [peer.name for peer in _ALL]
-PEERS = {peer.name: peer for peer in (*_ALL, _hybrid(), _hybrid(activations="int8"), _THEIRS)}
+_BY_NAME = (_hybrid(), _hybrid(activations="int8"), _THEIRS, _EAGER_VLLM)
+PEERS = {peer.name: peer for peer in (*_ALL, *_BY_NAME)}
 # Reads memory and computes nothing.
 PROBE = Peer("bandwidth", "bandwidth", 0, lambda _: None, {})
 

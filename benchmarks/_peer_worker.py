@@ -71,7 +71,7 @@ def transformers(options: dict[str, Any]) -> Generate:
 
 
 def vllm(options: dict[str, Any]) -> Generate:
-    """Compiles at the first start, and has processes of its own."""
+    """Compiles at the first start unless it is eager, and has processes of its own."""
     processors = sorted(os.sched_getaffinity(0))[: options["num_threads"]]
     # By itself it keeps a processor free where it can.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, processors))
@@ -83,6 +83,7 @@ def vllm(options: dict[str, Any]) -> Generate:
     llm = LLM(
         model=options["model"],
         dtype="bfloat16",
+        enforce_eager=options["eager"],
         enable_prefix_caching=False,
         max_num_seqs=_SEQUENCES,
         max_model_len=_CONTEXT,

@@ -5,6 +5,7 @@ python benchmarks/compare_peers.py run --home DIR --seconds 900 --with-neighbour
 python benchmarks/compare_peers.py run --home DIR --only atom-4 llama.cpp-4 --prompts gsm8k.jsonl
 python benchmarks/compare_peers.py run --home DIR --only atom-hybrid llama.cpp-hybrid
 python benchmarks/compare_peers.py run --home DIR --gguf A.gguf B.gguf  # ours and llama.cpp
+python benchmarks/compare_peers.py run --home DIR --folder A            # ours and vLLM
 
 `setup` makes an environment for each peer and exports the embedded model for it. `run` starts one
 process an engine; they take turns on the same tokens, a bandwidth probe between. Decode speed is
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from _cpu_facts import cpu_features
-from _peer_process import PEERS, PROBE, USUAL, Worker, peers_on
+from _peer_process import PEERS, PROBE, USUAL, Worker, peers_in, peers_on
 from _peer_report import Found, rows, to_markdown
 from _peer_setup import ENVIRONMENTS, set_up
 from _quiet import OtherWork, neighbour
@@ -147,6 +148,8 @@ def _prompts(args: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
     folder = args.home / "smollm2"
     if args.gguf is not None:
         folder = resolve_model(ModelOptions(model=str(args.gguf[0]))).path
+    elif args.folder is not None:
+        (folder, *_) = args.folder
     tokenizer = read_tokenizer(folder, trust_remote_code=False)
     chats = [
         tokenizer.encode(
@@ -175,11 +178,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     which = run.add_mutually_exclusive_group()
     which.add_argument(
         "--only", nargs="+", choices=PEERS, default=USUAL,
-        help="all on the embedded model; those on a hybrid one, with random weights, only by name",
+        help="all on the embedded model; vLLM that compiles nothing, and those on a hybrid model "
+        "with random weights, only by name",
     )  # fmt: skip
     which.add_argument(
         "--gguf", type=Path, nargs="+", metavar="FILE",
         help="ours and llama.cpp on each of these files, of one tokenizer",
+    )  # fmt: skip
+    which.add_argument(
+        "--folder", type=Path, nargs="+",
+        help="ours and vLLM (eager) in bfloat16 on each of these checkpoints, of one tokenizer",
     )  # fmt: skip
     run.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     run.add_argument("--seconds", type=float, default=600, help="begin no round later (600)")
@@ -215,10 +223,12 @@ def started(args: argparse.Namespace) -> Iterator[Contest]:
     from atom.platform import default_num_threads
 
     threads = args.num_threads or default_num_threads()
-    if args.gguf is None:
-        peers = [PEERS[name] for name in args.only]
-    else:
+    if args.gguf is not None:
         peers = [peer for file in args.gguf for peer in peers_on(file)]
+    elif args.folder is not None:
+        peers = [peer for folder in args.folder for peer in peers_in(folder)]
+    else:
+        peers = [PEERS[name] for name in args.only]
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(Worker.start(PROBE, args.home, threads))
         workers = {

@@ -50,6 +50,7 @@ class Shape:
     """Attributes:
     wide: of a feed-forward layer, or of an expert.
     context: the longest, in tokens.
+    normed: whether each head's query and key are.
     experts, used: 0 where there are none.
     """
 
@@ -61,13 +62,16 @@ class Shape:
     head: int
     wide: int
     context: int
+    normed: bool = False
     experts: int = 0
     used: int = 0
 
 
 SHAPES = {
     "llama-1b": Shape("llama", 16, 2048, 32, 8, 64, 8192, 131072),
-    "qwen3-30b-a3b": Shape("qwen3moe", 48, 2048, 32, 4, 128, 768, 40960, 128, 8),
+    "llama-8b": Shape("llama", 32, 4096, 32, 8, 128, 14336, 131072),
+    "qwen3-4b": Shape("qwen3", 36, 2560, 32, 8, 128, 9728, 40960, normed=True),
+    "qwen3-30b-a3b": Shape("qwen3moe", 48, 2048, 32, 4, 128, 768, 40960, True, 128, 8),
 }
 
 
@@ -134,8 +138,9 @@ class Writer:
             "attn_v": (keys, shape.hidden),
             "attn_output": (shape.hidden, queries),
         }
-        if shape.experts:
+        if shape.normed:
             parts |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (shape.head,))
+        if shape.experts:
             parts["ffn_gate_inp"] = (shape.experts, shape.hidden)
             parts |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), (shape.experts, *gate))
             parts["ffn_down_exps"] = (shape.experts, *down)

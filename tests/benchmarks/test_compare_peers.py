@@ -218,7 +218,7 @@ def test_a_hybrid_file_is_the_checkpoint(
     torch.testing.assert_close(bench.run(tokens, [5, 1]), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("shape", ["llama-1b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("shape", ["llama-1b", "qwen3-4b", "qwen3-30b-a3b"])
 def test_random_files(
     benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
@@ -233,7 +233,7 @@ def test_random_files(
         random.main([shape, kind, str(tmp_path / f"{kind}.gguf"), "--layers", "2"])
         tensors = GGUFReader(tmp_path / f"{kind}.gguf").tensors
         spreads = {t.name: dequantize(t.data, t.tensor_type).std() for t in tensors}
-        assert len(spreads) == (26 if small.experts else 20)
+        assert len(spreads) == 20 + (4 if small.normed else 0) + (2 if small.experts else 0)
         assert all("norm" in name or 0.01 < size < 0.04 for name, size in spreads.items()), spreads
     ours, theirs = benchmark_module("_peer_process").peers_on(tmp_path / "q4_k_m.gguf")
     assert (ours.name, theirs.name) == ("atom-q4_k_m", "llama.cpp-q4_k_m")
@@ -256,6 +256,19 @@ def test_hybrids_are_compared_with_each_other(benchmark_module: Module) -> None:
     assert not peers["atom-8"].is_rival(peers["llama.cpp-hybrid"])
     assert peers["atom-hybrid-int8"].options == {"activations": "int8", "speculates": False}
     assert not any("hybrid" in name for name in benchmark_module("compare_peers").USUAL)
+
+
+def test_folders_and_a_vllm_that_compiles_nothing(benchmark_module: Module) -> None:
+    process = benchmark_module("_peer_process")
+    ours, theirs = process.peers_in(Path("a/1b"))
+    assert (ours.name, theirs.name) == ("atom-1b", "vllm-1b")
+    assert ours.is_rival(theirs)
+    assert not process.PEERS["atom-16"].is_rival(theirs)
+    assert process.PEERS["atom-16"].is_rival(process.PEERS["vllm-16-eager"])
+    eager = {name: process.PEERS[name].options for name in ("vllm-16", "vllm-16-eager")}
+    assert eager == {"vllm-16": {"eager": False}, "vllm-16-eager": {"eager": True}}
+    assert theirs.options == eager["vllm-16-eager"]
+    assert "vllm-16-eager" not in benchmark_module("compare_peers").USUAL
 
 
 def test_setup_keeps_what_is_there(
