@@ -177,7 +177,7 @@ AREAS = (
     Area(
         "loaders",
         [
-            "atom/model_loader/safetensors_reader.py",
+            "atom/model_loader/safetensors/reader.py",
             "atom/model_loader/read_files.py",
             "atom/model_loader/weights.py",
             "atom/model_loader/layers.py",

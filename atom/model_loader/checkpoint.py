@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from atom.model_loader.errors import WeightError, name_some
-from atom.model_loader.safetensors_reader import CheckpointTensor, read_header
+from atom.model_loader.safetensors.reader import CheckpointTensor, read_header
 from atom.models.config.file import check_regular, is_there, read_json
 
 _INDEX = "model.safetensors.index.json"

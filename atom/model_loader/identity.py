@@ -6,7 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from atom.model_loader.safetensors_reader import LENGTH_BYTES, MOST_HEADER_BYTES
+from atom.model_loader.safetensors.reader import LENGTH_BYTES, MOST_HEADER_BYTES
 from atom.models.config.file import read_json_object
 
 _LONGEST_SHOWN = 80

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from atom.model_loader.placement import Placement
-from atom.model_loader.safetensors_reader import map_tensor
+from atom.model_loader.safetensors.reader import map_tensor
 from atom.model_ops.finite import check_finite, may_be_infinite
 from atom.model_ops.weight_mapping import converts_weights
 

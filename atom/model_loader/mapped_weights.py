@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from atom.model_loader.placement import Placement
-from atom.model_loader.safetensors_reader import CheckpointTensor, WeightFile
+from atom.model_loader.safetensors.reader import CheckpointTensor, WeightFile
 from atom.model_ops.moe import FusedMoE
 from atom.model_ops.stacked import StackedMatrix
 

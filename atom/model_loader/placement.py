@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from atom.model_loader.errors import WeightError, name_some
-from atom.model_loader.safetensors_reader import CheckpointTensor
+from atom.model_loader.safetensors.reader import CheckpointTensor
 from atom.model_ops.attention.kv_scale import is_unused_scale, place_kv_scale
 from atom.model_ops.weight_mapping import (
     WeightLoading,

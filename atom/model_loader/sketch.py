@@ -17,7 +17,7 @@ from torch import nn
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.placement import Placement, find_targets, place_tensors, raise_if_any
-from atom.model_loader.safetensors_reader import CheckpointTensor
+from atom.model_loader.safetensors.reader import CheckpointTensor
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import UnquantizedConfig

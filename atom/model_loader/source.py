@@ -22,7 +22,7 @@ from atom.model_loader.locate import EMBEDDED_MODEL_NAME, embedded_model, locate
 from atom.model_loader.pooling_task import encoder_hint, pooling_task
 from atom.model_loader.quantization import choose_quantization, config_levels
 from atom.model_loader.read_files import check_folder
-from atom.model_loader.safetensors_reader import CheckpointTensor, map_tensor
+from atom.model_loader.safetensors.reader import CheckpointTensor, map_tensor
 from atom.model_loader.tokenizers.end_tokens import end_token_ids
 from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
 from atom.models.config.check import check_config, check_layers

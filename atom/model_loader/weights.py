@@ -33,7 +33,7 @@ from atom.model_loader.layers import LayerQueue
 from atom.model_loader.mapped_weights import map_parameters
 from atom.model_loader.placement import Placement, Target, find_targets, place_tensors, raise_if_any
 from atom.model_loader.quantization import on_platform
-from atom.model_loader.safetensors_reader import WeightFile
+from atom.model_loader.safetensors.reader import WeightFile
 from atom.model_loader.sketch import M, check_fit
 from atom.model_loader.source import ModelSource
 from atom.model_loader.threads import single_threaded_pool

@@ -22,7 +22,7 @@ from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import has_weights, list_adapters, list_tensors
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.hub import download_dense
-from atom.model_loader.safetensors_reader import map_tensor
+from atom.model_loader.safetensors.reader import map_tensor
 from atom.model_ops.finite import check_finite
 from atom.models.config.file import is_there
 from atom.platform import Platform, total_memory_bytes

@@ -22,7 +22,7 @@ from atom.model_loader.gguf import config as gguf_config
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.gguf.tensors import plan_tensors, read_values
 from atom.model_loader.gguf.tokenizer import write_tokenizer
-from atom.model_loader.safetensors_reader import map_tensor, read_header
+from atom.model_loader.safetensors.reader import map_tensor, read_header
 
 REFUSALS = (ConfigError, WeightError)
 

@@ -20,7 +20,7 @@ from atom.config import ConfigError, ModelOptions
 from atom.model_loader import sketch
 from atom.model_loader.checkpoint import list_tensors
 from atom.model_loader.errors import WeightError
-from atom.model_loader.safetensors_reader import WeightFile
+from atom.model_loader.safetensors.reader import WeightFile
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizers.tokenizer import load_tokenizer
 from atom.model_loader.weights import build_model

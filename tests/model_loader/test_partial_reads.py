@@ -20,7 +20,7 @@ from atom.model_loader.checkpoint import list_tensors
 from atom.model_loader.errors import WeightError
 from atom.model_loader.layers import LayerQueue
 from atom.model_loader.placement import find_targets, place_tensors
-from atom.model_loader.safetensors_reader import CheckpointTensor, WeightFile
+from atom.model_loader.safetensors.reader import CheckpointTensor, WeightFile
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import load_weights
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding

@@ -20,10 +20,10 @@ from torch import nn
 
 from atom.config import ModelOptions
 from atom.model_loader import checkpoint as checkpoint_module
-from atom.model_loader import safetensors_reader as reader_module
 from atom.model_loader import weights as weights_module
 from atom.model_loader.checkpoint import list_tensors
-from atom.model_loader.safetensors_reader import WeightFile, map_tensor
+from atom.model_loader.safetensors import reader as reader_module
+from atom.model_loader.safetensors.reader import WeightFile, map_tensor
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import WeightError, load_weights
 from atom.model_ops.weight_mapping import WeightMapping
@@ -206,7 +206,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from atom.model_loader.checkpoint import list_tensors
-from atom.model_loader.safetensors_reader import WeightFile
+from atom.model_loader.safetensors.reader import WeightFile
 
 def mapped():
     line = next(line for line in open("/proc/self/status") if line.startswith("RssFile"))

@@ -42,7 +42,7 @@ from atom.model_loader.gguf.architectures import ARCHITECTURES
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.mapped_weights import map_parameters
 from atom.model_loader.placement import find_targets, place_tensors
-from atom.model_loader.safetensors_reader import WeightFile
+from atom.model_loader.safetensors.reader import WeightFile
 from atom.model_loader.source import resolve_model
 from atom.model_ops.layer_context import LayerContext
 from atom.models.registry import create_model

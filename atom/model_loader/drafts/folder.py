@@ -16,7 +16,7 @@ from atom.model_loader.checkpoint import has_weights, list_tensors
 from atom.model_loader.drafts.quantization import online_for_draft, read_draft_quantization
 from atom.model_loader.drafts.tokenizer import check_same_tokenizer
 from atom.model_loader.hub import download, looks_like_path
-from atom.model_loader.safetensors_reader import CheckpointTensor
+from atom.model_loader.safetensors.reader import CheckpointTensor
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext

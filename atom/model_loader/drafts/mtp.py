@@ -11,7 +11,7 @@ import torch
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import list_tensors
-from atom.model_loader.safetensors_reader import CheckpointTensor, map_tensor
+from atom.model_loader.safetensors.reader import CheckpointTensor, map_tensor
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext

@@ -9,7 +9,7 @@ import torch
 
 from atom.model_loader.checkpoint import has_weights, list_tensors
 from atom.model_loader.quantization import read_quantization
-from atom.model_loader.safetensors_reader import CheckpointTensor
+from atom.model_loader.safetensors.reader import CheckpointTensor
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import LayerKind, QuantConfig, QuantMethod, UnquantizedConfig
 from atom.model_ops.quant.formats.online import OnlineConfig

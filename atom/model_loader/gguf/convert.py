@@ -45,7 +45,7 @@ from atom.model_loader.gguf.tensors import (
     read_values,
 )
 from atom.model_loader.gguf.tokenizer import write_tokenizer
-from atom.model_loader.safetensors_writer import TensorSpec, write_checkpoint
+from atom.model_loader.safetensors.writer import TensorSpec, write_checkpoint
 from atom.model_loader.threads import single_threaded_pool
 from atom.model_ops.quant.formats.gguf import TYPES, config_of, stored_tensors
 from atom.platform import default_num_threads
