@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from multimodal import vision_checkpoints
-from multimodal.test_kimi_images import NEW_TOKENS, Prompt, create, expanded, generate
+from multimodal.image_engine import NEW_TOKENS, Prompt, create, expanded, generate
 from multimodal.vision_checkpoints import VisionCheckpoint, normalised, picture
 from spec_decode import engines
 from transformers import PreTrainedTokenizerFast

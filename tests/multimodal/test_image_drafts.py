@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from multimodal import vision_checkpoints
-from multimodal.test_kimi_images import create, generate, generate_all, prompts
+from multimodal.image_engine import create, generate, generate_all
+from multimodal.test_kimi_images import prompts
 from multimodal.vision_checkpoints import VisionCheckpoint, picture
 from safetensors.torch import load_file, save_file
 from spec_decode import engines

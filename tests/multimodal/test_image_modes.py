@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from multimodal import vision_checkpoints
-from multimodal.test_kimi_images import create
+from multimodal.image_engine import create
 from multimodal.vision_checkpoints import VisionCheckpoint, idefics3_processor, picture
 from pictures import encoded
 from PIL import Image

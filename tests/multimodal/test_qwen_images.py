@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from multimodal import vision_checkpoints
-from multimodal.test_kimi_images import (
+from multimodal.image_engine import (
     NEW_TOKENS,
     Prompt,
+    TowerInEngine,
     create,
     expanded,
     generate,
-    generate_all,
 )
 from multimodal.vision_checkpoints import (
     QWEN_SETTINGS,
@@ -27,8 +26,6 @@ from multimodal.vision_checkpoints import (
     picture,
     qwen_patches,
 )
-from ranks import engines_of_threads
-from spec_decode import engines
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
@@ -40,11 +37,9 @@ from atom.entrypoints.chat.images import ImageReader
 from atom.entrypoints.chat.prompt import Prompt as ServerPrompt
 from atom.entrypoints.chat.template import ChatTemplates
 from atom.entrypoints.offline.prompts import images_of, marked_images
-from atom.kv_cache.base import KVCachePlan
 from atom.messages import ImageInput, RequestRefusedError
 from atom.model_engine.block_pool import BlockHash
 from atom.model_engine.replicas.router import Router
-from atom.model_engine.start_up import kv_memory
 from atom.model_engine.step.step_images import shifts_at
 from atom.model_ops.rotary import axes_of_pairs
 from atom.multimodal.items import Video, expand
@@ -62,7 +57,7 @@ KINDS = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def qwen(
+def tower(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     byte_level_tokenizer: PreTrainedTokenizerFast,
@@ -72,13 +67,8 @@ def qwen(
 
 
 @pytest.fixture(scope="module")
-def engine(qwen: QwenCheckpoint) -> Iterator[LLM]:
-    with create(qwen) as llm:
-        yield llm
-
-
-def prompts(placeholder: int) -> dict[str, Prompt]:
-    pad = [placeholder]
+def given(tower: QwenCheckpoint) -> dict[str, Prompt]:
+    pad = [tower.placeholder]
     return {
         "one": ([5, 6, *pad, 7, 8], [picture(40, 24)]),
         "first": ([*pad, 9], [picture(16, 64)]),
@@ -93,13 +83,14 @@ def prompts(placeholder: int) -> dict[str, Prompt]:
     }
 
 
-@pytest.fixture(scope="module")
-def answers(qwen: QwenCheckpoint, engine: LLM) -> dict[str, list[int]]:
-    """Transformers' greedy tokens."""
-    return {
-        name: qwen.greedy(*expanded(engine, prompt), NEW_TOKENS)
-        for name, prompt in prompts(qwen.placeholder).items()
-    }
+@pytest.fixture(params=["mha", "suffix"])
+def draft(request: pytest.FixtureRequest) -> str:
+    """Drafts rotate by positions alone."""
+    return str(request.param)
+
+
+class TestQwenInEngine(TowerInEngine):
+    plan = 12, 48
 
 
 def test_sizes_equal_those_of_transformers() -> None:
@@ -132,29 +123,31 @@ def test_patches_equal_those_of_transformers(engine: LLM) -> None:
         assert np.array_equal(own.reshape(len(exact), -1), exact)
 
 
-def test_rows_of_images_equal_those_of_transformers(qwen: QwenCheckpoint, engine: LLM) -> None:
+def test_rows_of_images_equal_those_of_transformers(tower: QwenCheckpoint, engine: LLM) -> None:
     encoder = engine.engine.core.executor.parts.model.image_encoder
     assert encoder is not None
     for size in ((60, 45), (1, 1), (24, 24), (400, 300), (8, 100)):
-        _, (image,) = expanded(engine, ([qwen.placeholder], [picture(*size)]))
+        _, (image,) = expanded(engine, ([tower.placeholder], [picture(*size)]))
         pixels, grid = vision_checkpoints.normalised(image), torch.tensor([image.grid])
         with torch.inference_mode():
             ours = encoder(pixels, image.grid)
-            theirs = qwen.reference.model.get_image_features(qwen_patches(image), grid)
+            theirs = tower.reference.model.get_image_features(qwen_patches(image), grid)
         deep = [rows for (rows,) in getattr(theirs, "deepstack_features", None) or ()]
         expected = torch.cat([*theirs.pooler_output, *deep], dim=1)
         assert len(ours) == image.num_tokens
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_places_equal_those_of_transformers(qwen: QwenCheckpoint, engine: LLM) -> None:
+def test_places_equal_those_of_transformers(
+    tower: QwenCheckpoint, engine: LLM, given: dict[str, Prompt]
+) -> None:
     """Of whole prompts, of pieces, and behind them."""
-    for prompt in prompts(qwen.placeholder).values():
+    for prompt in given.values():
         tokens, images = expanded(engine, prompt)
         tokens = [*tokens, 5, 6, 7]
         expected = torch.arange(len(tokens))[:, None].expand(-1, 3)
         if images:
-            expected = qwen.positions(tokens, images)
+            expected = tower.positions(tokens, images)
         whole = np.arange(len(tokens))[:, None] + shifts_at(images, 0, len(tokens))
         assert whole.tolist() == expected.tolist()
         for cut in range(len(tokens) + 1):
@@ -162,15 +155,17 @@ def test_places_equal_those_of_transformers(qwen: QwenCheckpoint, engine: LLM) -
             assert np.array_equal(np.concatenate(pieces), shifts_at(images, 0, len(tokens)))
 
 
-def test_logprobs_equal_those_of_transformers(qwen: QwenCheckpoint, engine: LLM) -> None:
+def test_logprobs_equal_those_of_transformers(
+    tower: QwenCheckpoint, engine: LLM, given: dict[str, Prompt]
+) -> None:
     """Of all tokens behind the first, in one piece and in pieces of 5."""
-    given = prompts(qwen.placeholder)["three between texts"]
-    tokens, images = expanded(engine, given)
-    expected = qwen.logits(tokens, images).log_softmax(-1)
+    prompt = given["three between texts"]
+    tokens, images = expanded(engine, prompt)
+    expected = tower.logits(tokens, images).log_softmax(-1)
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    with create(qwen, max_num_batched_tokens=5, max_num_seqs=1) as small:
+    with create(tower, max_num_batched_tokens=5, max_num_seqs=1) as small:
         for llm in (engine, small):
-            asked = {"prompt_token_ids": given[0], "multi_modal_data": {"image": given[1]}}
+            asked = {"prompt_token_ids": prompt[0], "multi_modal_data": {"image": prompt[1]}}
             (output,) = llm.generate(asked, sampling, use_tqdm=False)
             assert output.prompt_logprobs is not None
             for place, known in enumerate(output.prompt_logprobs[1:], 1):
@@ -180,98 +175,39 @@ def test_logprobs_equal_those_of_transformers(qwen: QwenCheckpoint, engine: LLM)
 
 
 def test_greedy_tokens_equal_those_of_transformers(
-    qwen: QwenCheckpoint, engine: LLM, answers: dict[str, list[int]]
+    tower: QwenCheckpoint,
+    engine: LLM,
+    given: dict[str, Prompt],
+    answers: dict[str, list[int]],
 ) -> None:
     """All in one batch, and once more from the prefix cache; the second time tokens are replayed
     from programs of the first.
     """
-    given = prompts(qwen.placeholder)
     for _ in range(2):
         made = generate(engine, list(given.values()))
         assert dict(zip(given, made, strict=True)) == answers
     assert engine.engine.core.stats.num_replayed_decode_steps > 0
     # As many tokens of as many pixels, otherwise placed.
-    wide, tall = (([5, 6, qwen.placeholder, 7, 8], [picture(*s)]) for s in ((64, 16), (16, 64)))
+    wide, tall = (([5, 6, tower.placeholder, 7, 8], [picture(*s)]) for s in ((64, 16), (16, 64)))
     (tokens, (first,)), (_, (second,)) = expanded(engine, wide), expanded(engine, tall)
     assert first.num_tokens == second.num_tokens
     assert generate(engine, [wide, tall]) == [
-        qwen.greedy(tokens, [first], NEW_TOKENS),
-        qwen.greedy(tokens, [second], NEW_TOKENS),
+        tower.greedy(tokens, [first], NEW_TOKENS),
+        tower.greedy(tokens, [second], NEW_TOKENS),
     ]
 
 
-@pytest.mark.parametrize("most", [1, 2, 5])
-def test_prompts_are_cut_anywhere(
-    qwen: QwenCheckpoint, answers: dict[str, list[int]], most: int
-) -> None:
-    """Also where nothing of an image is kept from one step to the next."""
-    options = {"max_num_batched_tokens": most, "max_num_seqs": 1}
-    kept = {"mm_cache_memory": 0} if most == 2 else {}
-    given = prompts(qwen.placeholder)
-    names = ["three between texts", "last"]
-    with create(qwen, **options, **kept, enable_prefix_caching=False) as llm:
-        assert generate(llm, [given[name] for name in names]) == [answers[name] for name in names]
-
-
-def test_preempted_sequences(
-    qwen: QwenCheckpoint, answers: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(12, 0))
-    given = prompts(qwen.placeholder)
-    names = ["one", "last", "three between texts", "none"]
-    with create(qwen, max_model_len=48, enable_prefix_caching=False) as llm:
-        assert generate(llm, [given[name] for name in names]) == [answers[name] for name in names]
-        assert llm.engine.core.stats.num_preemptions > 0
-
-
-@pytest.mark.parametrize("draft", ["mha", "suffix"])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_drafts_change_no_token(
-    qwen: QwenCheckpoint,
+def test_published_names(
+    tower: QwenCheckpoint,
+    given: dict[str, Prompt],
     answers: dict[str, list[int]],
-    draft: str,
-    overlap: bool,
     tmp_path: Path,
 ) -> None:
-    """Drafts rotate by positions alone."""
-    speculation: dict[str, Any] = {"num_speculative_tokens": 3, "method": "suffix"}
-    if draft != "suffix":
-        speculation["method"] = engines.method_of(draft)
-        vocab_size = qwen.reference.config.text_config.vocab_size
-        speculation["draft_model"] = str(engines.write_draft(draft, tmp_path, vocab_size))
-    given = prompts(qwen.placeholder)
-    options = {"max_num_batched_tokens": 12, "max_num_seqs": 8, "overlap": overlap}
-    with create(qwen, **options, **speculation) as llm:
-        for _ in range(2):
-            assert generate(llm, list(given.values())) == list(answers.values())
-        assert generate_all(llm, [given["one"]], n=2) == [[answers["one"]] * 2]
-
-
-def test_two_ranks(qwen: QwenCheckpoint, answers: dict[str, list[int]]) -> None:
-    given = prompts(qwen.placeholder)
-    with engines_of_threads(), create(qwen, tensor_parallel_size=2) as llm:
-        assert generate(llm, list(given.values())) == list(answers.values())
-
-
-def test_without_a_tower(qwen: QwenCheckpoint, answers: dict[str, list[int]]) -> None:
-    given = prompts(qwen.placeholder)
-    with create(qwen, limit_mm_per_prompt={"image": 0}) as llm:
-        names = [name for name, _ in llm.engine.core.executor.parts.model.named_parameters()]
-        assert not any(name.startswith("vis") for name in names)
-        assert generate(llm, [given["none"]]) == [answers["none"]]
-        with pytest.raises(RequestRefusedError, match="loaded to read none"):
-            generate(llm, [given["one"]])
-
-
-def test_published_names(
-    qwen: QwenCheckpoint, answers: dict[str, list[int]], tmp_path: Path
-) -> None:
     """Those of others are transformers' own."""
-    write = vision_checkpoints.AS_PUBLISHED.get(qwen.reference.config.model_type)
+    write = vision_checkpoints.AS_PUBLISHED.get(tower.reference.config.model_type)
     if write is None:
         pytest.skip("the same")
-    given = prompts(qwen.placeholder)
-    with create(write(qwen, tmp_path)) as llm:
+    with create(write(tower, tmp_path)) as llm:
         assert generate(llm, list(given.values())) == list(answers.values())
 
 
@@ -304,15 +240,15 @@ def test_sizes_of_frames_equal_those_of_transformers() -> None:
 Asked = dict[str, Any]
 
 
-def films(qwen: QwenCheckpoint) -> list[Asked]:
+def films(tower: QwenCheckpoint) -> list[Asked]:
     """A video, and one behind an image, in the tokens of a chat."""
-    config = qwen.reference.config
+    config = tower.reference.config
     video = [config.vision_start_token_id, config.video_token_id, config.vision_end_token_id]
     array = np.stack([np.asarray(frame) for frame in film(40, 16, 4, 1)])
     return [
         {"prompt_token_ids": [5, *video, 6, 7], "multi_modal_data": {"video": film(30, 20, 5)}},
         {
-            "prompt_token_ids": [3, qwen.placeholder, 4, *video, 8],
+            "prompt_token_ids": [3, tower.placeholder, 4, *video, 8],
             "multi_modal_data": {"image": picture(40, 24), "video": [{"frames": array}]},
         },
     ]
@@ -332,33 +268,33 @@ def expanded_film(llm: LLM, asked: Asked) -> tuple[list[int], tuple[ImageInput, 
     return expand(asked["prompt_token_ids"], items, *placeholders)
 
 
-def test_videos(qwen: QwenCheckpoint, engine: LLM) -> None:
+def test_videos(tower: QwenCheckpoint, engine: LLM) -> None:
     """Against transformers: rows, places and greedy tokens, whole, cached, cut and with drafts."""
-    asked = films(qwen)
+    asked = films(tower)
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     expected = []
     for prompt in asked:
         tokens, images = expanded_film(engine, prompt)
         places = np.arange(len(tokens))[:, None] + shifts_at(images, 0, len(tokens))
-        assert places.tolist() == qwen.positions(tokens, images).tolist()
-        expected.append(qwen.greedy(tokens, images, NEW_TOKENS))
+        assert places.tolist() == tower.positions(tokens, images).tolist()
+        expected.append(tower.greedy(tokens, images, NEW_TOKENS))
     given = [*asked, {"prompt_token_ids": [3, 4, 5, 6, 7, 8]}]
     suffix = {"method": "suffix", "num_speculative_tokens": 3}
-    with create(qwen, max_num_batched_tokens=7, max_num_seqs=3, **suffix) as cut:
+    with create(tower, max_num_batched_tokens=7, max_num_seqs=3, **suffix) as cut:
         for llm in (engine, engine, cut):
             outputs = llm.generate(given, sampling, use_tqdm=False)
             assert [output.outputs[0].token_ids for output in outputs[:2]] == expected
-    config = qwen.reference.config
+    config = tower.reference.config
     rows = sum(expanded_film(engine, asked[0])[0].count(t) for t in (config.video_token_id,))
     assert outputs[0].num_image_tokens == rows > 0
 
 
-def test_times_of_videos(qwen: QwenCheckpoint, engine: LLM) -> None:
+def test_times_of_videos(tower: QwenCheckpoint, engine: LLM) -> None:
     """In words, or as places: slower videos reach further."""
     video = engine.engine.video_processor
     assert video is not None
     frames = tuple(film(30, 20, 5))
-    if qwen.reference.config.model_type != "qwen2_5_vl":
+    if tower.reference.config.model_type != "qwen2_5_vl":
         item = video.process(Video(frames, 4.0))
         text = engine.engine.tokenizer.decode(
             [t for t in item.token_ids if t < len(engine.engine.tokenizer)]
@@ -376,7 +312,7 @@ def test_times_of_videos(qwen: QwenCheckpoint, engine: LLM) -> None:
         video.process(Video(frames, 0.01))
 
 
-def test_videos_of_chats_and_refused_ones(qwen: QwenCheckpoint, engine: LLM) -> None:
+def test_videos_of_chats_and_refused_ones(tower: QwenCheckpoint, engine: LLM) -> None:
     """Frames come as pictures, or as JPEG files in a URL."""
     template = (
         "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
@@ -416,8 +352,8 @@ def test_videos_of_chats_and_refused_ones(qwen: QwenCheckpoint, engine: LLM) -> 
     ):
         with pytest.raises(MediaError, match=told_of):
             media.load_video(source)
-    prompt = films(qwen)[0]
-    with create(qwen, limit_mm_per_prompt={"video": 1}) as llm:
+    prompt = films(tower)[0]
+    with create(tower, limit_mm_per_prompt={"video": 1}) as llm:
         twice = {**prompt, "multi_modal_data": {"video": [frames, frames]}}
         with pytest.raises(RequestRefusedError, match="2 videos in one prompt; at most 1"):
             llm.generate(twice, use_tqdm=False)
@@ -425,9 +361,9 @@ def test_videos_of_chats_and_refused_ones(qwen: QwenCheckpoint, engine: LLM) -> 
         engine.generate(twice, use_tqdm=False)
 
 
-def test_videos_that_differ_in_a_frame_share_no_block(qwen: QwenCheckpoint, engine: LLM) -> None:
+def test_videos_that_differ_in_a_frame_share_no_block(tower: QwenCheckpoint, engine: LLM) -> None:
     """Behind the video's start, in the cache and for the router; the same by two ways does."""
-    config = qwen.reference.config
+    config = tower.reference.config
     video = [config.vision_start_token_id, config.video_token_id, config.vision_end_token_id]
     before, frames = list(range(5, 14)), film(30, 20, 6)
     other = film(30, 20, 1, seed=9)

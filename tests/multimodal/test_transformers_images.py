@@ -12,7 +12,7 @@ import torch
 import transformers
 from models import checkpoints
 from models.checkpoints import DENSE
-from multimodal.test_kimi_images import NEW_TOKENS, create, generate
+from multimodal.image_engine import NEW_TOKENS, create, generate
 from multimodal.vision_checkpoints import _with_random_tower, picture
 from PIL import Image
 from safetensors.torch import save_file

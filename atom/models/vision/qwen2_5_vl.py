@@ -15,12 +15,10 @@ from torch import nn
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
 from atom.models.llama import SILU
-from atom.models.vision.encoder import ImageEncoder, VisionLinear
+from atom.models.vision.encoder import VisionLinear
 from atom.models.vision.qwen_layers import (
-    QwenPatchEmbedding,
-    QwenVisionAttention,
-    check_heads,
-    largest_grid,
+    QwenImageEncoder,
+    QwenVisionBlock,
     places_of_patches,
     turns_of,
 )
@@ -53,26 +51,6 @@ class Qwen25VisionMLP(nn.Module):
         return out
 
 
-class Qwen25VisionBlock(nn.Module):
-    """Attention and MLP with pre-norms."""
-
-    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.norm1 = VisionRMSNorm(size, context)
-        self.norm2 = VisionRMSNorm(size, context)
-        self.attn = QwenVisionAttention(size, config.num_heads, context)
-        self.mlp = Qwen25VisionMLP(size, config.intermediate_size, context)
-
-    def forward(
-        self, x: torch.Tensor, turns: torch.Tensor, parts: list[tuple[int, int]]
-    ) -> torch.Tensor:
-        """As `QwenVisionAttention`."""
-        x = x + self.attn(self.norm1(x), turns, parts)
-        out: torch.Tensor = x + self.mlp(self.norm2(x))
-        return out
-
-
 class Qwen25PatchMerger(nn.Module):
     """From a square of patches to a row of the text network."""
 
@@ -94,21 +72,18 @@ class Qwen25PatchMerger(nn.Module):
         return out
 
 
-class Qwen25ImageEncoder(ImageEncoder):
+class Qwen25ImageEncoder(QwenImageEncoder):
     """Tower and merger, by their names in the checkpoint.
 
     Raises:
         ConfigError: for what it cannot compute.
     """
 
-    mrope = True
-
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
-        super().__init__()
         vision = config.vision_config
+        super().__init__(vision, context, bias=False)
         if vision.hidden_act not in SILU:
             raise ConfigError(f"hidden_act={vision.hidden_act!r} of the vision tower; only silu is")
-        self._merge: int = vision.spatial_merge_size
         # Squares along a side of a window.
         self._window: int = vision.window_size // self._merge // vision.patch_size
         if self._window < 1:
@@ -116,17 +91,17 @@ class Qwen25ImageEncoder(ImageEncoder):
                 f"window_size={vision.window_size} of the vision tower is smaller than the "
                 f"{self._merge} by {self._merge} patches of a token"
             )
-        size, heads = vision.hidden_size, vision.num_heads
-        check_heads(size, heads)
-        self._head_dim = size // heads
+        size = vision.hidden_size
         self._whole = frozenset(vision.fullatt_block_indexes)
-        frames, patch = vision.temporal_patch_size, vision.patch_size
-        self._patch = vision.in_channels, patch, patch
-        self._max_model_len = context.max_model_len
-        self.patch_embed = QwenPatchEmbedding(
-            size, vision.in_channels, frames, patch, context, bias=False
+        self._blocks = tuple(
+            QwenVisionBlock(
+                vision,
+                [VisionRMSNorm(size, context) for _ in range(2)],
+                Qwen25VisionMLP(size, vision.intermediate_size, context),
+                context,
+            )
+            for _ in range(vision.depth)
         )
-        self._blocks = tuple(Qwen25VisionBlock(vision, context) for _ in range(vision.depth))
         self.blocks = nn.ModuleList(self._blocks)
         output = config.get_text_config().hidden_size
         self.merger = Qwen25PatchMerger(size, self._merge, output, context)
@@ -150,10 +125,6 @@ class Qwen25ImageEncoder(ImageEncoder):
         out = torch.empty_like(rows)
         out[:, order] = rows
         return out.flatten(0, 1)
-
-    def largest_input(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        times, rows, columns = largest_grid(self._merge, self._max_model_len)
-        return (rows * columns, 1, *self._patch), (times, rows, columns)
 
     def _windows(
         self, height: int, width: int, device: torch.device

@@ -13,12 +13,10 @@ from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
-from atom.models.vision.encoder import ImageEncoder, VisionLinear, VisionNorm, feed, gelu_of
+from atom.models.vision.encoder import VisionLinear, VisionNorm, feed, gelu_of
 from atom.models.vision.qwen_layers import (
-    QwenPatchEmbedding,
-    QwenVisionAttention,
-    check_heads,
-    largest_grid,
+    QwenImageEncoder,
+    QwenVisionBlock,
     places_of_patches,
     turns_of,
 )
@@ -58,26 +56,6 @@ class Qwen3VisionMLP(nn.Module):
         return feed(x, self.linear_fc1, self.linear_fc2, self._gelu)
 
 
-class Qwen3VisionBlock(nn.Module):
-    """Attention and MLP with pre-norms."""
-
-    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.norm1 = VisionNorm(size, _EPS, context)
-        self.norm2 = VisionNorm(size, _EPS, context)
-        self.attn = QwenVisionAttention(size, config.num_heads, context)
-        self.mlp = Qwen3VisionMLP(config, context)
-
-    def forward(
-        self, x: torch.Tensor, turns: torch.Tensor, parts: list[tuple[int, int]]
-    ) -> torch.Tensor:
-        """As `QwenVisionAttention`."""
-        x = x + self.attn(self.norm1(x), turns, parts)
-        out: torch.Tensor = x + self.mlp(self.norm2(x))
-        return out
-
-
 class Qwen3PatchMerger(nn.Module):
     """From a square of patches to a row of the text network.
 
@@ -105,7 +83,7 @@ class Qwen3PatchMerger(nn.Module):
         return feed(rows, self.linear_fc1, self.linear_fc2, "none")
 
 
-class Qwen3ImageEncoder(ImageEncoder):
+class Qwen3ImageEncoder(QwenImageEncoder):
     """Tower and mergers, by their names in the checkpoint.
 
     A row has what takes the place of a token's embedding, then what is added to the outputs of the
@@ -115,15 +93,9 @@ class Qwen3ImageEncoder(ImageEncoder):
         ConfigError: for what it cannot compute.
     """
 
-    mrope = True
-
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
-        super().__init__()
         vision, text = config.vision_config, config.get_text_config()
-        size, heads = vision.hidden_size, vision.num_heads
-        check_heads(size, heads)
-        self._head_dim = size // heads
-        self._merge: int = vision.spatial_merge_size
+        super().__init__(vision, context, bias=True)
         # Older configurations of families without it do not state it.
         deep = list(getattr(vision, "deepstack_visual_indexes", None) or ())
         if any(not 0 <= i < vision.depth for i in deep) or len(deep) > text.num_hidden_layers:
@@ -133,14 +105,17 @@ class Qwen3ImageEncoder(ImageEncoder):
             )
         self._deep = tuple(deep)
         self.num_deep = len(deep)
-        frames, patch = vision.temporal_patch_size, vision.patch_size
-        self._patch = vision.in_channels, patch, patch
-        self._max_model_len = context.max_model_len
-        self.patch_embed = QwenPatchEmbedding(
-            size, vision.in_channels, frames, patch, context, bias=True
-        )
+        size = vision.hidden_size
         self.pos_embed = Qwen3VisionPositions(vision.num_position_embeddings, size, context)
-        self._blocks = tuple(Qwen3VisionBlock(vision, context) for _ in range(vision.depth))
+        self._blocks = tuple(
+            QwenVisionBlock(
+                vision,
+                [VisionNorm(size, _EPS, context) for _ in range(2)],
+                Qwen3VisionMLP(vision, context),
+                context,
+            )
+            for _ in range(vision.depth)
+        )
         self.blocks = nn.ModuleList(self._blocks)
         output = text.hidden_size
         self.merger = Qwen3PatchMerger(vision, output, context, norms_square=False)
@@ -164,7 +139,3 @@ class Qwen3ImageEncoder(ImageEncoder):
             if i in self._deep:
                 deep.append(self._deep_mergers[self._deep.index(i)](x))
         return torch.cat([self.merger(x), *deep], dim=1)
-
-    def largest_input(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        times, rows, columns = largest_grid(self._merge, self._max_model_len)
-        return (rows * columns, 1, *self._patch), (times, rows, columns)

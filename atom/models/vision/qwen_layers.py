@@ -6,13 +6,18 @@ row, and within a square its patches row by row.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
-from atom.models.vision.encoder import VisionLinear, attend
+from atom.models.vision.encoder import ImageEncoder, VisionLinear, attend
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _THETA = 10_000.0
 # Rows of the text network that the published processors make of one image or video, at most.
@@ -44,11 +49,10 @@ class FramePatchProjection(nn.Module):
 
 
 class QwenPatchEmbedding(nn.Module):
-    def __init__(
-        self, size: int, channels: int, frames: int, patch: int, context: LayerContext, bias: bool
-    ) -> None:
+    def __init__(self, config: PretrainedConfig, context: LayerContext, bias: bool) -> None:
         super().__init__()
-        self.proj = FramePatchProjection(size, channels, frames, patch, context, bias)
+        sizes = config.in_channels, config.temporal_patch_size, config.patch_size
+        self.proj = FramePatchProjection(config.hidden_size, *sizes, context, bias)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.proj(patches)
@@ -87,6 +91,58 @@ class QwenVisionAttention(nn.Module):
         return out
 
 
+class QwenVisionBlock(nn.Module):
+    """Attention and MLP with pre-norms."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        norms: list[nn.Module],
+        mlp: nn.Module,
+        context: LayerContext,
+    ) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norms
+        self.attn = QwenVisionAttention(config.hidden_size, config.num_heads, context)
+        self.mlp = mlp
+
+    def forward(
+        self, x: torch.Tensor, turns: torch.Tensor, parts: list[tuple[int, int]]
+    ) -> torch.Tensor:
+        """As `QwenVisionAttention`."""
+        x = x + self.attn(self.norm1(x), turns, parts)
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class QwenImageEncoder(ImageEncoder):
+    """Patches of frames, and what all layers need to know of them.
+
+    Raises:
+        ConfigError: when heads do not divide into pairs of rows and columns.
+    """
+
+    mrope = True
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext, bias: bool) -> None:
+        super().__init__()
+        size, heads = config.hidden_size, config.num_heads
+        if size % (4 * heads):
+            raise ConfigError(
+                f"a vision tower of {heads} heads and hidden_size={size}: heads rotate by rows and "
+                f"by columns, so their size must be a multiple of 4"
+            )
+        self._head_dim = size // heads
+        self._merge: int = config.spatial_merge_size
+        self._patch = config.in_channels, config.patch_size, config.patch_size
+        self._max_model_len = context.max_model_len
+        self.patch_embed = QwenPatchEmbedding(config, context, bias)
+
+    def largest_input(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        along = max(int(min(_MOST_TOKENS, self._max_model_len) ** 0.5), 1) * self._merge
+        return (along**2, 1, *self._patch), (1, along, along)
+
+
 def _rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """[frames, N, heads, d]."""
     cos, sin = turns[:, None].chunk(2, dim=-1)
@@ -114,18 +170,3 @@ def turns_of(places: torch.Tensor, head_dim: int) -> torch.Tensor:
     exponents = torch.arange(0, half, 2, dtype=torch.float32, device=places.device) / half
     angles = (places[..., None] * (1.0 / _THETA**exponents)).flatten(1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
-
-
-def largest_grid(merge: int, max_model_len: int) -> tuple[int, int, int]:
-    """Frames, rows and columns of patches of the largest image that fits in a prompt."""
-    along = max(int(min(_MOST_TOKENS, max_model_len) ** 0.5), 1) * merge
-    return 1, along, along
-
-
-def check_heads(size: int, heads: int) -> None:
-    """Raises ConfigError when heads do not divide into pairs of rows and columns."""
-    if size % (4 * heads):
-        raise ConfigError(
-            f"a vision tower of {heads} heads and hidden_size={size}: heads rotate by rows and by "
-            f"columns, so their size must be a multiple of 4"
-        )

@@ -89,7 +89,8 @@ def update_baseline(outcomes: Outcomes, every_case: Collection[str]) -> None:
         cases.setdefault(name, {})[arch] = kept
     text = json.dumps({"triton": triton.__version__, "cases": cases}, indent=1, sort_keys=True)
     # A kernel's counts on one line.
-    BASELINE.write_text(re.sub(r"\{[^{}]+\}", lambda found: " ".join(found[0].split()), text) + "\n")
+    text = re.sub(r"\{[^{}]+\}", lambda found: " ".join(found[0].split()), text)
+    BASELINE.write_text(text + "\n")
 
 
 def write_table(outcomes: Outcomes) -> Path:
