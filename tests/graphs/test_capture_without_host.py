@@ -37,6 +37,7 @@ from atom.model_ops.attention.metadata import (
     ModelOutput,
     SamplingMetadata,
 )
+from atom.model_ops.kernels.torch.speculation import advance_drafts, place_blocks
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable
@@ -255,9 +256,9 @@ def test_eagle3_drafts_ask_the_device_for_nothing(
     config = Eagle3Config.from_folder(tmp_path)
     draft = draft_class(config, DraftParts(True, True, True), AUX, on_no_device)
     limits, choice = (bind(draft, on_no_device), 4, BLOCK_SIZE, 128), DraftSampler(op=choose)
-    proposer: Proposer = ChainProposer(Eagle3Chain(draft), *limits, choice=choice)
+    proposer: Proposer = ChainProposer(Eagle3Chain(draft), *limits, advance_drafts, choice)
     if kind == "peagle":
-        proposer = BlockProposer(ParallelEagleModel(draft), *limits, choice=choice)
+        proposer = BlockProposer(ParallelEagleModel(draft), *limits, place_blocks, choice)
     check_drafts(proposer, on_no_device, draft_bench.HIDDEN, len(AUX))
 
 
@@ -265,9 +266,8 @@ def test_mtp_drafts_ask_the_device_for_nothing(on_no_device: LayerContext, tmp_p
     target = target_on(on_no_device, checkpoints.deepseek_v3, tmp_path, num_nextn_predict_layers=2)
     assert isinstance(target, DeepseekV3ForCausalLM)
     mtp = PredictionLayers(target, [MTPParts(), MTPParts()], on_no_device)
-    proposer = ChainProposer(
-        MTPChain(mtp), bind(mtp, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftSampler(op=choose)
-    )
+    limits, choice = (bind(mtp, on_no_device), 4, BLOCK_SIZE, 128), DraftSampler(op=choose)
+    proposer = ChainProposer(MTPChain(mtp, 60), *limits, advance_drafts, choice)
     check_drafts(proposer, on_no_device, 48, 0)
 
 
@@ -276,10 +276,8 @@ def test_drafts_of_a_model_ask_the_device_for_nothing(
     maps: TokenMaps | None, on_no_device: LayerContext, tmp_path: Path
 ) -> None:
     model = target_on(on_no_device, checkpoints.llama, tmp_path)
-    chain = DraftModelChain(model, maps)
-    proposer = ChainProposer(
-        chain, bind(model, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftSampler(op=choose)
-    )
+    limits, choice = (bind(model, on_no_device), 4, BLOCK_SIZE, 128), DraftSampler(op=choose)
+    proposer = ChainProposer(DraftModelChain(model, maps), *limits, advance_drafts, choice)
     check_drafts(proposer, on_no_device, 48, 0)
 
 

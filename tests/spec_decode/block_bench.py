@@ -20,6 +20,7 @@ from atom.model_loader.drafts.block import load_block_draft
 from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.source import ModelSource
 from atom.model_ops.attention.metadata import ModelInput, ModelOutput, SamplingMetadata
+from atom.model_ops.kernels.torch.speculation import place_blocks
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.block_draft.draft import BlockDraft
@@ -411,7 +412,8 @@ class BlockBench:
             draft.config.max_drafts,
             self.block_size,
             128,
-            choice=self.choice,
+            place_blocks,
+            self.choice,
         )
         builder.allocate_kv_cache_tensors(num_blocks)
         bind_kv_caches(draft, [builder])

@@ -16,6 +16,7 @@ from atom.kv_cache.builders import bind_kv_caches
 from atom.model_loader.drafts.eagle3 import load_draft
 from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.source import ModelSource
+from atom.model_ops.attention.metadata import ModelInput
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.eagle3.base import Eagle3Draft
@@ -188,12 +189,12 @@ class DraftBench:
         """For each sequence (start, next tokens, hidden) -> what head and next step read."""
         parts = [self._schedule(name, start, ids) for name, (start, ids, _) in rows.items()]
         positions = [p.start + i for p in parts for i in range(p.num_tokens)]
-        post, fed = self.draft(
+        model_input = ModelInput(
             torch.tensor([t for _, ids, _ in rows.values() for t in ids]),
-            torch.cat([hidden for _, _, hidden in rows.values()]),
             torch.tensor(positions),
             attention_metadata(parts, self.block_size, CPU),
         )
+        post, fed = self.draft(model_input, torch.cat([hidden for _, _, hidden in rows.values()]))
         lengths = [p.num_tokens for p in parts]
         return dict(
             zip(rows, zip(post.split(lengths), fed.split(lengths), strict=True), strict=True)

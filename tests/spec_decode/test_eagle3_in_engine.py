@@ -158,7 +158,9 @@ def _prompts_write_nothing(patch: pytest.MonkeyPatch) -> None:
     def faulty(self: Eagle3Chain, *arguments: Any, **options: Any) -> None:
         create(self, *arguments, **options)
         write = self.write_kv
-        self.write_kv = lambda ids, *rest: write(ids, *rest) if len(ids) < 20 else None
+        self.write_kv = (  # type: ignore[method-assign]
+            lambda rows, hidden: write(rows, hidden) if len(rows.input_ids) < 20 else None
+        )
 
     patch.setattr(Eagle3Chain, "__init__", faulty)
 

@@ -33,7 +33,12 @@ from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.errors import WeightError
 from atom.model_loader.source import resolve_model
-from atom.model_ops.attention.metadata import DRAFT_CHOICE, AttentionMetadata, SamplingMetadata
+from atom.model_ops.attention.metadata import (
+    DRAFT_CHOICE,
+    AttentionMetadata,
+    ModelInput,
+    SamplingMetadata,
+)
 from atom.model_ops.kernels.torch.sampling import choose_tokens
 from atom.model_ops.layer_context import LayerContext
 from atom.models.layers.mtp import PredictionLayers
@@ -81,7 +86,7 @@ class MTPBench:
         if step and self._choice is not None:
             metadata.leave(DRAFT_CHOICE, self._choice)
         positions = torch.arange(start, start + len(tokens))
-        states = self.mtp(step, torch.tensor(tokens), hidden, positions, metadata)
+        states = self.mtp(step, ModelInput(torch.tensor(tokens), positions, metadata), hidden)
         if not step and (choice := metadata.draft_choice) is not None:
             self._choice = choice.of_queries(torch.tensor([len(tokens) - 1]))
         return states
@@ -223,7 +228,8 @@ def test_writing_the_cache_alone_writes_the_keys_of_an_indexer(
     blocks = [(7 * i + 3) % 32 for i in range(0, 32, 4)]
     metadata = attention_metadata([Part(20, 0, blocks)], 4, CPU)
     with torch.inference_mode():
-        mtp.write_kv(torch.tensor(tokens[:20]), hidden[:20], torch.arange(20), metadata)
+        rows = ModelInput(torch.tensor(tokens[:20]), torch.arange(20), metadata)
+        mtp.write_kv(rows, hidden[:20])
     found = bench.forward(0, "seq", 20, tokens[20:], hidden[20:])
     torch.testing.assert_close(found, whole[20:])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from atom.kv_cache.builders import bind_kv_caches
 from atom.model_loader.errors import WeightError
 from atom.model_loader.source import ModelSource
 from atom.model_ops.kernels.native.build import native_build
+from atom.model_ops.kernels.torch.speculation import place_blocks
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.eagle3.base import Eagle3Draft
 from atom.models.eagle3.config import Eagle3Config
 from atom.platform import cpu_platform
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
+from atom.spec_decode.proposers.base import DraftSampler
 from atom.spec_decode.proposers.block_proposer import BlockProposer
 from atom.spec_decode.proposers.eagle3 import ParallelEagleModel
 
@@ -93,10 +95,15 @@ class Reference(ReferenceDraft):
         return states @ self.tensors["fc.weight"].T
 
 
-def proposer_of(model: Eagle3Draft, **options: Any) -> BlockProposer:
+def proposer_of(
+    model: Eagle3Draft,
+    place: Callable[..., Any] = place_blocks,
+    choice: DraftSampler | None = None,
+) -> BlockProposer:
     """Of up to 5 drafts, with an empty cache of 16 blocks of 4 tokens."""
     builder = Eagle3DraftBuilder(model, 4, torch.float32, draft_bench.CPU)
-    proposer = BlockProposer(ParallelEagleModel(model), builder, 5, 4, 128, **options)
+    choice = choice or DraftSampler(model.target_ids)
+    proposer = BlockProposer(ParallelEagleModel(model), builder, 5, 4, 128, place, choice)
     builder.allocate_kv_cache_tensors(16)
     bind_kv_caches(model, [builder])
     return proposer

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from spec_decode import engines
 from spec_decode.engines import create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
+from atom.model_ops.attention.metadata import ModelInput
 from atom.models.eagle3.base import Eagle3Draft
 from atom.spec_decode.proposers import chain_proposer
 
@@ -38,9 +40,9 @@ def test_they_are_those_of_a_pass_over_all_rows(
     written: list[int] = []
     write_kv = Eagle3Draft.write_kv
 
-    def watch(self: Eagle3Draft, *rows: Any) -> None:
-        written.append(len(rows[0]))
-        write_kv(self, *rows)
+    def watch(self: Eagle3Draft, rows: ModelInput, hidden: torch.Tensor) -> None:
+        written.append(len(rows.input_ids))
+        write_kv(self, rows, hidden)
 
     monkeypatch.setattr(Eagle3Draft, "write_kv", watch)
 

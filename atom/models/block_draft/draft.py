@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -142,19 +142,9 @@ class BlockDraft(SharingDraft):
         return logits
 
     @property
-    def walks(self) -> bool:
-        """Whether a draft depends on the one before it, else on its row alone."""
-        return type(self._path_head[0]) is not PathHead
-
-    def begin_path(self, states: torch.Tensor) -> Any:
-        """As `PathHead.begin`."""
-        return self._path_head[0].begin(states)
-
-    def score(
-        self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor, carried: Any
-    ) -> tuple[torch.Tensor, Any]:
-        """As `PathHead.score`."""
-        return self._path_head[0].score(logits, states, previous, carried)
+    def path(self) -> PathHead:
+        """The head that chooses along the block."""
+        return self._path_head[0]
 
     def confidence(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor | None:
         """Of the drafts of rows [S, hidden] after tokens [S] -> [S] float32; None without a head

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,7 +16,13 @@ from atom.models.block_draft.config import BlockDraftConfig, Markov, Selector
 
 
 class PathHead(nn.Module):
-    """Every draft of the block is chosen for itself, from the logits of its row."""
+    """Every draft of the block is chosen for itself, from the logits of its row.
+
+    Attributes:
+        walks: whether a draft depends on the one before it instead.
+    """
+
+    walks: ClassVar[bool] = False
 
     def begin(self, states: torch.Tensor) -> Any:
         """What to pass to the first `score`, from any row's states [S, hidden]."""
@@ -43,6 +49,8 @@ class MarkovHead(PathHead):
     """Adds a bias that follows from the token before, and from the rows' states in two of three
     kinds. Source: the DSpark paper and checkpoints.
     """
+
+    walks = True
 
     def __init__(self, config: BlockDraftConfig, markov: Markov, context: LayerContext) -> None:
         super().__init__()
@@ -87,6 +95,8 @@ class CandidateSelector(PathHead):
 
     All others get -inf. Source: the DFlash2 checkpoints.
     """
+
+    walks = True
 
     def __init__(self, config: BlockDraftConfig, selector: Selector, context: LayerContext) -> None:
         super().__init__()

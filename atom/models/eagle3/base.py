@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows
+from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
@@ -169,28 +169,20 @@ class Eagle3Draft(SharingDraft):
         parts = self.mask_hidden.view(1, -1).chunk(self.config.num_aux_hidden_states, dim=-1)
         return self.fuse(parts)[0]
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        images: ImageRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, rows: ModelInput, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One causal pass, which writes the draft's KV.
 
         Args:
-            input_ids: [T], the token after each row's position.
-            hidden: [T, hidden], from `fuse`, or the previous step.
-            positions: [T], of the hidden states.
-            images: rows whose `input_ids` are those of images, for a draft that reads these.
+            rows: T of them, each with the token after its position; images are for a draft that
+                reads these.
+            hidden: [T, hidden], of the positions; from `fuse`, or the previous step.
 
         Returns:
             What the head reads, and what the next draft step does, both [T, hidden].
         """
-        embeds = self.embed(input_ids)
-        if images is not None:
-            embeds = images.fill(embeds)
+        positions, metadata, embeds = rows.positions, rows.attention, self.embed(rows.input_ids)
+        if rows.images is not None:
+            embeds = rows.images.fill(embeds)
         x, residual = self.midlayer(embeds, hidden, positions, metadata)
         for layer in self._deeper:
             x, residual = layer.enter(x, residual)
@@ -198,31 +190,24 @@ class Eagle3Draft(SharingDraft):
         normed, total = self.norm.add(x, residual)
         return normed, normed if self.config.norm_output else total
 
-    def write_kv(
-        self,
-        input_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        images: ImageRows | None = None,
-    ) -> None:
+    def write_kv(self, rows: ModelInput, hidden: torch.Tensor) -> None:
         """Write the KV cache like `forward`; the last layer computes only keys and values."""
-        embeds = self.embed(input_ids)
-        if images is not None:
-            embeds = images.fill(embeds)
+        positions, metadata, rotary = rows.positions, rows.attention, self.midlayer.rotary
+        embeds = self.embed(rows.input_ids)
+        if rows.images is not None:
+            embeds = rows.images.fill(embeds)
         if not self._deeper:
             self.midlayer.write_kv(embeds, hidden, positions, metadata)
             return
         x, residual = self.midlayer(embeds, hidden, positions, metadata)
         *between, last = self._deeper
-        rows = positions, metadata, self.midlayer.rotary
         for layer in between:
             x, residual = layer.enter(x, residual)
-            x, residual = layer(x, residual, *rows)
+            x, residual = layer(x, residual, positions, metadata, rotary)
         x, _ = last.enter(x, residual)
         attention = last.self_attn
         assert isinstance(attention, LlamaAttention)
-        attention.write_kv(x, *rows)
+        attention.write_kv(x, positions, metadata, rotary)
 
     def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, draft_vocab_size] float32."""

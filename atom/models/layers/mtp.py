@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows
+from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
@@ -154,45 +154,27 @@ class MTPLayer(nn.Module):
         # In tuples, so that they are not registered as submodules.
         self._decoder, self._embedding, self._head = (decoder,), (embedding,), (head,)
 
-    def predict(
-        self,
-        input_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-        images: ImageRows | None = None,
-    ) -> torch.Tensor:
-        """input_ids [T], hidden [T, hidden] -> [T, hidden], after the norm before the head."""
+    def predict(self, rows: ModelInput, hidden: torch.Tensor, rotary: Rotation) -> torch.Tensor:
+        """T rows, and hidden [T, hidden] -> [T, hidden], after the norm before the head."""
         (decoder,) = self._decoder
-        x, residual = decoder.enter(self._join(input_ids, hidden, images), None)
-        x, residual = decoder(x, residual, positions, metadata, rotary)
+        x, residual = decoder.enter(self._join(rows, hidden), None)
+        x, residual = decoder(x, residual, rows.positions, rows.attention, rotary)
         post_norm, _ = self.shared_head.norm.add(x, residual)
         return post_norm
 
-    def write_kv(
-        self,
-        input_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-        images: ImageRows | None = None,
-    ) -> None:
+    def write_kv(self, rows: ModelInput, hidden: torch.Tensor, rotary: Rotation) -> None:
         """Write the KV cache like `predict`, without computing its output."""
         (decoder,) = self._decoder
-        x, _ = decoder.enter(self._join(input_ids, hidden, images), None)
+        x, _ = decoder.enter(self._join(rows, hidden), None)
         attention = decoder.self_attn
         assert isinstance(attention, WritesKV)
-        attention.write_kv(x, positions, metadata, rotary)
+        attention.write_kv(x, rows.positions, rows.attention, rotary)
 
-    def _join(
-        self, input_ids: torch.Tensor, hidden: torch.Tensor, images: ImageRows | None
-    ) -> torch.Tensor:
-        """[T] and [T, hidden] -> [T, hidden], the decoder layer's input."""
-        embeds = self._embedding[0](input_ids)
-        if images is not None:
-            embeds = images.fill(embeds)
+    def _join(self, rows: ModelInput, hidden: torch.Tensor) -> torch.Tensor:
+        """T rows, and [T, hidden] -> [T, hidden], the decoder layer's input."""
+        embeds = self._embedding[0](rows.input_ids)
+        if rows.images is not None:
+            embeds = rows.images.fill(embeds)
         parts = self.enorm(embeds), self.hnorm(hidden)
         joined: torch.Tensor = self.eh_proj(torch.cat(parts, dim=-1))
         return joined
@@ -260,44 +242,25 @@ class PredictionLayers(nn.Module):
         if self._adds_one:
             add_one_to_norms(self)
 
-    def forward(
-        self,
-        step: int,
-        input_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        images: ImageRows | None = None,
-    ) -> torch.Tensor:
+    def forward(self, step: int, rows: ModelInput, hidden: torch.Tensor) -> torch.Tensor:
         """One causal pass, which writes the KV of every layer.
 
         Args:
             step: index of the draft token, from 0.
-            input_ids: [T], the token after each row's position.
-            hidden: [T, hidden], the target's after its final norm, or the previous step's output.
-            positions: [T], of the hidden states.
-            images: rows whose `input_ids` are those of images.
+            rows: T of them, each with the token after its position.
+            hidden: [T, hidden], the target's at the positions after its final norm, or the previous
+                step's output.
 
         Returns:
             [T, hidden], for `compute_logits` and the next step.
         """
-        outputs = [
-            layer.predict(input_ids, hidden, positions, metadata, self._rotary, images)
-            for layer in self._layers.values()
-        ]
+        outputs = [layer.predict(rows, hidden, self._rotary) for layer in self._layers.values()]
         return outputs[step % len(outputs)]
 
-    def write_kv(
-        self,
-        input_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        images: ImageRows | None = None,
-    ) -> None:
+    def write_kv(self, rows: ModelInput, hidden: torch.Tensor) -> None:
         """Write the KV caches like `forward`; no layer depends on another."""
         for layer in self._layers.values():
-            layer.write_kv(input_ids, hidden, positions, metadata, self._rotary, images)
+            layer.write_kv(rows, hidden, self._rotary)
 
     def compute_logits(self, step: int, post_norm: torch.Tensor) -> torch.Tensor:
         """[R, hidden] of draft `step` -> [R, vocab]."""

@@ -1,20 +1,34 @@
-"""The proposer protocol, and the choice of drafts. "No speculation" is `NullProposer`."""
+"""Proposers, the draft models that they run, and the choice of drafts.
+
+"No speculation" is `NullProposer`. A proposer with a model is a `ModelProposer` of a `DraftModel`.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from atom.batch import NO_LOOKAHEAD, Lookahead, ScheduledSequence
+from atom.config import EngineConfig
 from atom.graphs.staging import ReadInPlace
-from atom.kv_cache.base import KVCacheBuilder
-from atom.model_ops.attention.metadata import ModelInput, ModelOutput, SamplingMetadata
+from atom.kv_cache.base import KVCacheBuilder, storage_dtype
+from atom.kv_cache.builders import attention_layers
+from atom.kv_cache.paged import PagedCache
+from atom.model_ops.attention.metadata import (
+    AttentionMetadata,
+    ModelInput,
+    ModelOutput,
+    SamplingMetadata,
+)
 from atom.model_ops.kernels.torch.draft_choice import choose_drafts
 from atom.model_ops.layer_context import LayerContext
+from atom.options.speculative import SpeculativeOptions
+from atom.stats import ExpectedAcceptance
 
 
 class Guide(Protocol):
@@ -64,6 +78,14 @@ class VerifiedStep:
     guide: Guide | None = None
 
     @property
+    def successors(self) -> ModelInput:
+        """The T rows, each with the token after its position."""
+        given = self.model_input
+        return ModelInput(
+            self.next_token_ids, given.positions, given.attention, images=given.next_images
+        )
+
+    @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All that a proposer reads, but for a guide's."""
         rows = self.model_input.input_ids, self.model_input.positions, self.next_token_ids
@@ -86,9 +108,9 @@ class Proposal(ReadInPlace):
     confidences: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, step: VerifiedStep) -> Proposal:
-        """No drafts."""
-        return cls(step.next_token_ids.new_empty((len(step.last_rows), 0)))
+    def empty(cls, step: VerifiedStep, num_drafts: int = 0) -> Proposal:
+        """No drafts of the sampled sequences, or so many of none."""
+        return cls(step.next_token_ids.new_empty((len(step.last_rows), num_drafts)))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -136,12 +158,12 @@ class Proposer(Protocol):
     """
 
     lookahead: Lookahead
-    draft_model: nn.Module | None
-    aux_layer_ids: tuple[int, ...]
-    kv_cache_builders: Sequence[KVCacheBuilder]
-    reads_steps: bool
-    reads_hidden_states: bool
-    reads_images: bool
+    draft_model: nn.Module | None = None
+    aux_layer_ids: tuple[int, ...] = ()
+    reads_steps: bool = False
+    reads_hidden_states: bool = False
+    reads_images: bool = False
+    kv_cache_builders: Sequence[KVCacheBuilder] = ()
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         """`num_drafts` drafts of each sampled sequence. With 0 drafts it only writes its KV.
@@ -151,15 +173,8 @@ class Proposer(Protocol):
         ...
 
 
-class NullProposer:
+class NullProposer(Proposer):
     """Proposes no drafts: all come from a lookup, or there are none."""
-
-    draft_model: nn.Module | None = None
-    aux_layer_ids: tuple[int, ...] = ()
-    kv_cache_builders: Sequence[KVCacheBuilder] = ()
-    reads_steps = False
-    reads_hidden_states = False
-    reads_images = False
 
     def __init__(self, lookahead: Lookahead = NO_LOOKAHEAD) -> None:
         self.lookahead = lookahead
@@ -229,14 +244,165 @@ class DraftSampler:
         return chosen
 
 
-def create_choice(
-    context: LayerContext,
-    vocab_size: int,
-    token_ids: torch.Tensor | None = None,
-    temperature_scale: float = 1.0,
-    *,
-    confident: bool = False,
-) -> DraftSampler:
-    """The choice of drafts from logits [S, vocab_size], with this platform's op."""
-    op = context.ops.resolve("choose_drafts", torch.float32, vocab_size=vocab_size)
-    return DraftSampler(token_ids, temperature_scale, op=op, confident=confident)
+class DraftModel(ABC):
+    """A model that drafts, as proposers and the engine see it.
+
+    Attributes:
+        module: holds the attention layers.
+        cache_prefix: of the names of its KV cache's tensors.
+        vocab_size: V_draft, the number of its logits.
+        target_ids: [V_draft] int64, the target's token of each logit; None if these are the same.
+        temperature_scale: as in `DraftSampler`.
+        kv_depends_on_successor, expected_acceptance, num_slots: as in `Lookahead`.
+        aux_layer_ids, reads_hidden_states, reads_images: as in `Proposer`.
+    """
+
+    module: nn.Module
+    cache_prefix: ClassVar[str]
+    vocab_size: int
+    target_ids: torch.Tensor | None = None
+    temperature_scale: float = 1.0
+    kv_depends_on_successor: bool = False
+    expected_acceptance: ExpectedAcceptance | None = None
+    num_slots: int = 0
+    aux_layer_ids: tuple[int, ...] = ()
+    reads_hidden_states: bool = False
+    reads_images: bool = False
+
+    def create_cache(
+        self, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVCacheBuilder:
+        """Its own KV cache, with the target's blocks."""
+        layers = attention_layers(self.module)
+        return PagedCache(layers, block_size, dtype, device, prefix=self.cache_prefix)
+
+    @abstractmethod
+    def compute_logits(self, states: torch.Tensor, index: int = 0) -> torch.Tensor:
+        """[R, hidden] of drafts `index` of their sequences -> [R, V_draft] float32."""
+
+    @abstractmethod
+    def choose_tokens(self, states: torch.Tensor, index: int = 0) -> torch.Tensor:
+        """[R, hidden] -> [R] int64, the target's ids of the most likely tokens."""
+
+
+@dataclass(frozen=True)
+class NewestRows:
+    """The rows of S sequences behind which drafts are placed in the cache.
+
+    Attributes:
+        positions: [S] int64; the newest tokens, whose KV is not computed, are one further.
+        block_tables: [S, max_blocks] int32.
+        block_counts: [S] int32; blocks of each sequence.
+        max_context_len: upper bound of the context lengths once drafts are placed.
+    """
+
+    positions: torch.Tensor
+    block_tables: torch.Tensor
+    block_counts: torch.Tensor
+    max_context_len: int
+
+    def metadata(
+        self, slots: torch.Tensor, context_lens: torch.Tensor, starts: torch.Tensor, num_rows: int
+    ) -> AttentionMetadata:
+        """Of `num_rows` rows of each sequence: their slots [S * num_rows], its context length, and
+        where it starts, [S + 1].
+        """
+        return AttentionMetadata(
+            slot_mapping=slots,
+            block_tables=self.block_tables,
+            block_counts=self.block_counts,
+            context_lens=context_lens,
+            cu_seqlens_q=starts,
+            max_seqlen_q=num_rows,
+            max_context_len=self.max_context_len,
+            query_lens_cpu=(num_rows,) * len(self.block_tables),
+            context_lens_cpu=None,
+        )
+
+
+_Model = TypeVar("_Model", bound=DraftModel)
+
+
+class ModelProposer(Proposer, Generic[_Model]):
+    """Proposes up to `num_speculative_tokens` drafts of a model, beside the target's KV cache.
+
+    Args:
+        place: the op of this name in `place_op`, which says where drafts' rows are in the cache.
+        choice: of drafts from logits.
+    """
+
+    reads_steps = True
+    place_op: ClassVar[str]
+
+    def __init__(
+        self,
+        model: _Model,
+        kv_cache_builder: KVCacheBuilder,
+        num_speculative_tokens: int,
+        block_size: int,
+        max_model_len: int,
+        place: Callable[..., tuple[torch.Tensor, ...]],
+        choice: DraftSampler,
+    ) -> None:
+        self.lookahead = Lookahead(
+            num_speculative_tokens,
+            kv_depends_on_successor=model.kv_depends_on_successor,
+            expected_acceptance=model.expected_acceptance,
+            num_slots=max(model.num_slots, num_speculative_tokens),
+        )
+        self.draft_model = model.module
+        self.aux_layer_ids = model.aux_layer_ids
+        self.reads_hidden_states = model.reads_hidden_states
+        self.reads_images = model.reads_images
+        self.kv_cache_builders = (kv_cache_builder,)
+        self._model = model
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._place = place
+        self._choice = choice
+
+    @classmethod
+    def create(
+        cls,
+        model: _Model,
+        options: SpeculativeOptions,
+        config: EngineConfig,
+        context: LayerContext,
+        *,
+        confident: bool = False,
+    ) -> Proposer:
+        """One with this platform's ops.
+
+        Args:
+            context: the target's.
+            confident: as in `DraftSampler`.
+        """
+        size, storage = config.cache.block_size, storage_dtype(config.cache, context)
+        choose = context.ops.resolve("choose_drafts", torch.float32, vocab_size=model.vocab_size)
+        scale = model.temperature_scale
+        return cls(
+            model,
+            model.create_cache(size, storage, context.device),
+            options.num_speculative_tokens,
+            size,
+            context.max_model_len,
+            context.ops.resolve(cls.place_op, context.dtype),
+            DraftSampler(model.target_ids, scale, op=choose, confident=confident),
+        )
+
+    def _newest_rows(
+        self, step: VerifiedStep, positions: torch.Tensor, num_behind: int
+    ) -> NewestRows:
+        """Those of the sampled sequences.
+
+        Args:
+            positions: [S], of `step.last_rows`.
+            num_behind: most rows that will be behind one of them.
+        """
+        metadata = step.model_input.attention
+        tables, counts = metadata.block_tables, metadata.block_counts
+        if step.sampled is not None:
+            tables, counts = tables[step.sampled], counts[step.sampled]
+        longest = min(metadata.max_context_len + num_behind, self._max_model_len)
+        capacity = tables.shape[1] * self._block_size
+        return NewestRows(positions, tables, counts, min(longest, capacity))

@@ -5,18 +5,15 @@ from __future__ import annotations
 import torch
 
 from atom.config import ConfigError, EngineConfig
-from atom.kv_cache.base import storage_dtype
-from atom.kv_cache.builders import attention_layers
-from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.block import load_block_draft
 from atom.model_loader.drafts.folder import DraftTarget
 from atom.models.block_draft.draft import BlockDraft
 from atom.options.speculative import SpeculativeOptions
-from atom.spec_decode.proposers.base import Proposer, VerifiedStep, create_choice
-from atom.spec_decode.proposers.block_proposer import BlockProposer, BlockRows, by_draft
+from atom.spec_decode.proposers.base import Proposer, VerifiedStep
+from atom.spec_decode.proposers.block_proposer import BlockModel, BlockProposer, PlaceRows, by_draft
 
 
-class BlockDraftModel:
+class BlockDraftModel(BlockModel):
     """A block drafter as `BlockModel`.
 
     Its context is what the target computed. Rows of rejected drafts lie behind the newest token,
@@ -25,37 +22,42 @@ class BlockDraftModel:
     do not depend on their number.
     """
 
-    kv_depends_on_successor = False
-    reads_images = False  # its context is the target's hidden states alone
+    cache_prefix = "block_draft_"
+    module: BlockDraft
 
     def __init__(self, draft: BlockDraft) -> None:
         config = draft.config
         self.module = draft
-        self.aux_layer_ids = draft.aux_layer_ids
-        self.num_slots = config.block_size
-        self.mask_token_id = config.mask_token_id
-        self.expected_acceptance = config.expected_acceptance
+        self.vocab_size = config.draft_vocab_size
         self.target_ids = draft.target_ids
-        self.walks = draft.walks
-        self.compute_logits = draft.compute_logits
-        self.begin_path = draft.begin_path
-        self.score = draft.score
-        self.confidence = draft.confidence
+        self.temperature_scale = config.temperature_scale
+        self.expected_acceptance = config.expected_acceptance
+        self.num_slots = config.block_size
+        self.aux_layer_ids = draft.aux_layer_ids
+        self.mask_token_id = config.mask_token_id
+        self.path = draft.path
 
     def write_kv(self, step: VerifiedStep) -> None:
         states = self.module.fuse(step.model_output.aux_hidden_states)
         model_input = step.model_input
         self.module.write_context(states, model_input.positions, model_input.attention)
 
-    def compute_states(self, step: VerifiedStep, rows: BlockRows, num_drafts: int) -> torch.Tensor:
+    def compute_states(self, step: VerifiedStep, place: PlaceRows, num_drafts: int) -> torch.Tensor:
         self.write_kv(step)
         config, anchors = self.module.config, step.next_token_ids[step.last_rows]
-        states = self.module(*rows.behind(step, anchors, config.block_size))
+        rows = place(step, anchors, config.block_size)
+        states = self.module(rows.input_ids, rows.positions, rows.attention)
         first = 0 if config.samples_anchor else 1
         return by_draft(states, len(anchors))[first : first + num_drafts]
 
-    def choose_tokens(self, states: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, states: torch.Tensor, index: int = 0) -> torch.Tensor:
+        return self.module.compute_logits(states)
+
+    def choose_tokens(self, states: torch.Tensor, index: int = 0) -> torch.Tensor:
         return self.module.head.argmax(states, self.target_ids)
+
+    def confidence(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor | None:
+        return self.module.confidence(states, previous)
 
 
 def create_block(
@@ -74,21 +76,5 @@ def create_block(
             f"{draft.config.max_drafts} drafts that {options.model} makes of a block of "
             f"{draft.config.block_size}"
         )
-    block_size = config.cache.block_size
-    context, storage = target.context, storage_dtype(config.cache, target.context)
-    layers = attention_layers(draft)
-    return BlockProposer(
-        BlockDraftModel(draft),
-        PagedCache(layers, block_size, storage, context.device, prefix="block_draft_"),
-        options.num_speculative_tokens,
-        block_size,
-        context.max_model_len,
-        context.ops.resolve("place_blocks", context.dtype),
-        create_choice(
-            context,
-            draft.config.draft_vocab_size,
-            draft.target_ids,
-            draft.config.temperature_scale,
-            confident=options.adaptive,
-        ),
-    )
+    model, confident = BlockDraftModel(draft), options.adaptive
+    return BlockProposer.create(model, options, config, target.context, confident=confident)

@@ -2,63 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from atom.config import ConfigError, EngineConfig
-from atom.kv_cache.base import storage_dtype
+from atom.kv_cache.base import KVCacheBuilder
 from atom.model_loader.drafts.eagle3 import load_draft
 from atom.model_loader.drafts.folder import DraftTarget
-from atom.model_ops.attention.metadata import AttentionMetadata, ImageRows, ModelOutput
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 from atom.models.eagle3.base import Eagle3Draft
 from atom.options.speculative import SpeculativeOptions
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
-from atom.spec_decode.proposers.base import Proposer, VerifiedStep, create_choice
-from atom.spec_decode.proposers.block_proposer import BlockProposer, BlockRows, by_draft
-from atom.spec_decode.proposers.chain_proposer import ChainProposer
+from atom.spec_decode.proposers.base import DraftModel, Proposer, VerifiedStep
+from atom.spec_decode.proposers.block_proposer import BlockModel, BlockProposer, PlaceRows, by_draft
+from atom.spec_decode.proposers.chain_proposer import ChainModel, ChainProposer
 
 
-class Eagle3Chain:
-    """An Eagle3 draft as `ChainModel`: the same network makes every draft."""
+class _Eagle3Model(DraftModel):
+    """What drafts of both kinds share: the row at position t has the token at t + 1."""
 
-    reads_target = True
-    reads_hidden_states = False
-    keeps_pace = False
+    module: Eagle3Draft
+    kv_depends_on_successor = True
 
     def __init__(self, draft: Eagle3Draft, reads_images: bool = False) -> None:
         self.module = draft
-        self.reads_images = reads_images
-        self.aux_layer_ids = draft.aux_layer_ids
-        self.expected_acceptance = draft.config.expected_acceptance
+        self.vocab_size = draft.config.draft_vocab_size
         self.target_ids = draft.target_ids
-        self.write_kv = draft.write_kv
+        self.temperature_scale = draft.config.temperature_scale
+        self.expected_acceptance = draft.config.expected_acceptance
+        self.aux_layer_ids = draft.aux_layer_ids
+        self.reads_images = reads_images
         self._head = draft.head
+
+    def create_cache(
+        self, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVCacheBuilder:
+        return Eagle3DraftBuilder(self.module, block_size, dtype, device)
+
+    def compute_logits(self, states: torch.Tensor, index: int = 0) -> torch.Tensor:
+        return self._head.forward(states)
+
+    def choose_tokens(self, states: torch.Tensor, index: int = 0) -> torch.Tensor:
+        return self._head.argmax(states, self.target_ids)
+
+
+class Eagle3Chain(_Eagle3Model, ChainModel):
+    """An Eagle3 draft as `ChainModel`: the same network makes every draft."""
 
     def read_target(self, output: ModelOutput) -> torch.Tensor:
         return self.module.fuse(output.aux_hidden_states)
 
     def forward(
-        self,
-        index: int,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        images: ImageRows | None = None,
+        self, index: int, rows: ModelInput, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        made: tuple[torch.Tensor, torch.Tensor]
-        made = self.module(token_ids, hidden, positions, metadata, images)
+        made: tuple[torch.Tensor, torch.Tensor] = self.module(rows, hidden)
         return made
 
-    def compute_logits(self, index: int, states: torch.Tensor) -> torch.Tensor:
-        return self._head.forward(states)
-
-    def choose_token(self, index: int, states: torch.Tensor) -> torch.Tensor:
-        return self._head.argmax(states, self.target_ids)
+    def write_kv(self, rows: ModelInput, hidden: torch.Tensor) -> None:
+        self.module.write_kv(rows, hidden)
 
 
-class ParallelEagleModel:
+class ParallelEagleModel(_Eagle3Model, BlockModel):
     """A P-EAGLE draft as `BlockModel`.
 
     A first pass over the step's rows is that of other Eagle3 drafts, and makes the first draft. All
@@ -66,19 +69,10 @@ class ParallelEagleModel:
     is before it in the cache. Their keys and values are overwritten by the next step's first pass.
     """
 
-    kv_depends_on_successor = True
-    num_slots = 0
-    walks = False
-
     def __init__(self, draft: Eagle3Draft, reads_images: bool = False) -> None:
+        super().__init__(draft, reads_images)
         assert draft.config.mask_token_id is not None
-        self.module = draft
-        self.reads_images = reads_images
-        self.aux_layer_ids = draft.aux_layer_ids
         self.mask_token_id = draft.config.mask_token_id
-        self.expected_acceptance = draft.config.expected_acceptance
-        self.target_ids = draft.target_ids
-        self.compute_logits = draft.compute_logits
         device = draft.mask_hidden.device
         self._mask_token = torch.full((1,), self.mask_token_id, device=device)
         # Before any step: what a recorded one computes is there in its replays alone.
@@ -86,44 +80,25 @@ class ParallelEagleModel:
             self._mask_state = draft.fuse_mask()
 
     def write_kv(self, step: VerifiedStep) -> None:
-        self.module.write_kv(*self._rows_of(step))
+        self.module.write_kv(*self._first_pass(step))
 
-    def compute_states(self, step: VerifiedStep, rows: BlockRows, num_drafts: int) -> torch.Tensor:
-        states, _ = self.module(*self._rows_of(step))
+    def compute_states(self, step: VerifiedStep, place: PlaceRows, num_drafts: int) -> torch.Tensor:
+        states, _ = self.module(*self._first_pass(step))
         first: torch.Tensor = states[step.last_rows]
         if num_drafts == 1:
             return first[None]
         count = len(first)
         masks = step.next_token_ids.new_empty(count)
         masks.copy_(self._mask_token.expand(count))
-        token_ids, positions, metadata = rows.behind(step, masks, num_drafts - 1)
-        hidden = self._mask_state.new_empty(len(token_ids), len(self._mask_state))
+        rows = place(step, masks, num_drafts - 1)
+        hidden = self._mask_state.new_empty(len(rows.input_ids), len(self._mask_state))
         hidden.copy_(self._mask_state.expand_as(hidden))
-        others, _ = self.module(token_ids, hidden, positions, metadata)
+        others, _ = self.module(rows, hidden)
         return torch.cat((first[None], by_draft(others, count)))
 
-    def choose_tokens(self, states: torch.Tensor) -> torch.Tensor:
-        return self.module.head.argmax(states, self.target_ids)
-
-    def begin_path(self, states: torch.Tensor) -> None:
-        return None
-
-    def score(
-        self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor, carried: Any
-    ) -> tuple[torch.Tensor, Any]:
-        return logits, None
-
-    def confidence(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor | None:
-        return None
-
-    def _rows_of(
-        self, step: VerifiedStep
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata, ImageRows | None]:
-        """What the first pass reads: the row at position t has the token at t + 1."""
-        hidden = self.module.fuse(step.model_output.aux_hidden_states)
-        model_input = step.model_input
-        where = model_input.positions, model_input.attention, model_input.next_images
-        return step.next_token_ids, hidden, *where
+    def _first_pass(self, step: VerifiedStep) -> tuple[ModelInput, torch.Tensor]:
+        """What it reads."""
+        return step.successors, self.module.fuse(step.model_output.aux_hidden_states)
 
 
 def create_eagle3(
@@ -135,33 +110,13 @@ def create_eagle3(
         ConfigError: when the draft cannot read the embeddings of images, and is told to.
     """
     assert options.model is not None
-    context = target.context
-    draft = load_draft(options.model, target)
-    if options.image_embeddings:
+    draft, images = load_draft(options.model, target), options.image_embeddings
+    if images:
         _check_images(draft, target)
-    storage = storage_dtype(config.cache, context)
-    builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
-    size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
-    choice = create_choice(context, size, draft.target_ids, scale)
-    if draft.config.mask_token_id is not None:
-        return BlockProposer(
-            ParallelEagleModel(draft, options.image_embeddings),
-            builder,
-            options.num_speculative_tokens,
-            config.cache.block_size,
-            context.max_model_len,
-            context.ops.resolve("place_blocks", context.dtype),
-            choice,
-        )
-    return ChainProposer(
-        Eagle3Chain(draft, options.image_embeddings),
-        builder,
-        options.num_speculative_tokens,
-        config.cache.block_size,
-        context.max_model_len,
-        context.ops.resolve("advance_drafts", context.dtype),
-        choice,
-    )
+    if draft.config.mask_token_id is None:
+        return ChainProposer.create(Eagle3Chain(draft, images), options, config, target.context)
+    model = ParallelEagleModel(draft, images)
+    return BlockProposer.create(model, options, config, target.context)
 
 
 def _check_images(draft: Eagle3Draft, target: DraftTarget) -> None:
