@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -62,53 +63,6 @@ def kv_cache_write(
         )
 
 
-def paged_attention(
-    q: torch.Tensor,
-    kv_cache: KVCacheTensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
-
-    The last query of a sequence sits at the last position of its context. Results depend on the
-    query's own sequence only, bit for bit, whatever the batch and the number of queries. Rows of
-    tokens beyond the last sequence are zero. Weights of values are rounded to bfloat16 where the
-    processor multiplies tiles or pairs of that.
-
-    Args:
-        scale: of the scores; positive.
-        softcap: scaled scores s become softcap * tanh(s / softcap).
-        sinks: [heads] float32, a score more in each head's softmax, whose value is 0.
-
-    Raises:
-        ValueError: when shapes or data types do not fit.
-        IndexError: when a sequence's lengths or block ids are out of range.
-    """
-    special = softcap, sinks
-    return _attend("paged_attention", True, q, kv_cache, metadata, scale, sliding_window, *special)
-
-
-def block_attention(
-    q: torch.Tensor,
-    kv_cache: KVCacheTensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`paged_attention` whose queries see the keys after them, too.
-
-    Raises:
-        ValueError, IndexError: as `paged_attention`.
-    """
-    special = softcap, sinks
-    return _attend("block_attention", False, q, kv_cache, metadata, scale, sliding_window, *special)
-
-
 def _attend(
     op: str,
     causal: bool,
@@ -117,9 +71,27 @@ def _attend(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Attention of q [T, heads, d] over the paged cache -> [T, heads, d].
+
+    The last query of a sequence sits at the last position of its context. Results depend on the
+    query's own sequence only, bit for bit, whatever the batch and the number of queries. Rows of
+    tokens beyond the last sequence are zero. Weights of values are rounded to bfloat16 where the
+    processor multiplies tiles or pairs of that.
+
+    Args:
+        op: its name in errors.
+        causal: else queries see the keys after them, too.
+        scale: of the scores; positive.
+        softcap: scaled scores s become softcap * tanh(s / softcap).
+        sinks: [heads] float32, a score more in each head's softmax, whose value is 0.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: when a sequence's lengths or block ids are out of range.
+    """
     tokens, heads, head_dim = q.shape
     key, value = kv_cache.key, kv_cache.value
     num_blocks, block_size, kv_heads, key_dim = key.shape
@@ -151,6 +123,10 @@ def _attend(
     if wrong:
         raise IndexError(describe_sequence(metadata, wrong - 1, num_blocks))
     return out
+
+
+paged_attention = partial(_attend, "paged_attention", True)
+block_attention = partial(_attend, "block_attention", False)
 
 
 def _cache_pointers(op: str, kv_cache: KVCacheTensor, x: torch.Tensor) -> tuple[int, int, int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from atom.model_ops.attention.metadata import AttentionMetadata, LatentCacheTensor
@@ -70,46 +72,27 @@ def mla_cache_write(
         )
 
 
-def mla_attention(
+def _attend(
+    causal: bool,
     q: torch.Tensor,
     kv_cache: LatentCacheTensor,
     up_proj: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
+    """Attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
 
     up_proj [heads, nope + v, rank] is absorbed, whatever the number of queries: results depend on
     the query's own sequence only, bit for bit. Rows of tokens beyond the last sequence are zero.
+
+    Args:
+        causal: else queries see the keys after them, too; a context may be shorter than its
+            queries then.
 
     Raises:
         ValueError: when shapes or data types do not fit.
         IndexError: when a sequence's lengths or block ids are out of range.
     """
-    return _attend(q, kv_cache, up_proj, metadata, scale, True)
-
-
-def mla_block_attention(
-    q: torch.Tensor,
-    kv_cache: LatentCacheTensor,
-    up_proj: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-) -> torch.Tensor:
-    """`mla_attention` whose queries see the keys after them, too; a context may be shorter than its
-    queries.
-    """
-    return _attend(q, kv_cache, up_proj, metadata, scale, False)
-
-
-def _attend(
-    q: torch.Tensor,
-    kv_cache: LatentCacheTensor,
-    up_proj: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    causal: bool,
-) -> torch.Tensor:
     tokens, heads, head_dim = q.shape
     up_heads, up_rows, rank = up_proj.shape
     cache = kv_cache.latent
@@ -142,6 +125,10 @@ def _attend(
     if wrong:
         raise IndexError(describe_sequence(metadata, wrong - 1, num_blocks))
     return out
+
+
+mla_attention = partial(_attend, True)
+mla_block_attention = partial(_attend, False)
 
 
 def _cache_pointers(op: str, kv_cache: LatentCacheTensor, x: torch.Tensor) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -30,7 +32,8 @@ def kv_cache_write(
     )
 
 
-def paged_attention(
+def _attend_all(
+    causal: bool,
     q: torch.Tensor,
     kv_cache: KVCacheTensor,
     metadata: AttentionMetadata,
@@ -39,43 +42,17 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
+    """Attention of q [T, heads, d] over the paged cache -> [T, heads, d].
 
     The last query of a sequence sits at the last position of its context.
 
     Args:
+        causal: else queries see the keys after them, too: a sequence's queries, its last tokens,
+            see each other and all of its context, or what a window leaves of it.
         softcap: scaled scores s become softcap * tanh(s / softcap).
         sinks: [heads] float32, a score more in each head's softmax, whose value is 0.
     """
     special = softcap, sinks
-    return _attend_all(q, kv_cache, metadata, scale, sliding_window, special, causal=True)
-
-
-def block_attention(
-    q: torch.Tensor,
-    kv_cache: KVCacheTensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`paged_attention` whose queries see the keys after them, too: a sequence's queries, its last
-    tokens, see each other and all of its context, or what a window leaves of it.
-    """
-    special = softcap, sinks
-    return _attend_all(q, kv_cache, metadata, scale, sliding_window, special, causal=False)
-
-
-def _attend_all(
-    q: torch.Tensor,
-    kv_cache: KVCacheTensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    special: _Special,
-    causal: bool,
-) -> torch.Tensor:
     out = torch.empty_like(q)
     for length, rows, tokens in by_query_length(metadata, q.device):
         batch = (q if tokens is None else q[tokens]).view(len(rows), length, *q.shape[1:])
@@ -85,6 +62,10 @@ def _attend_all(
             return attended
         out[tokens] = attended
     return out
+
+
+paged_attention = partial(_attend_all, True)
+block_attention = partial(_attend_all, False)
 
 
 def _attend(

@@ -10,6 +10,7 @@ Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -132,39 +133,21 @@ def mla_cache_write(
     write_rows(slot_mapping, (kv_cache.latent, rows, kv_cache.scale))
 
 
-def mla_attention(
+def _attend(
+    causal: bool,
     q: torch.Tensor,
     kv_cache: LatentCacheTensor,
     up_proj: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
+    """Attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
 
     The last query of a sequence sits at the last position of its context.
+
+    Args:
+        causal: else queries see the keys after them, too.
     """
-    return _attend(q, kv_cache, up_proj, metadata, scale, causal=True)
-
-
-def mla_block_attention(
-    q: torch.Tensor,
-    kv_cache: LatentCacheTensor,
-    up_proj: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-) -> torch.Tensor:
-    """`mla_attention` whose queries see the keys after them, too."""
-    return _attend(q, kv_cache, up_proj, metadata, scale, causal=False)
-
-
-def _attend(
-    q: torch.Tensor,
-    kv_cache: LatentCacheTensor,
-    up_proj: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    causal: bool,
-) -> torch.Tensor:
     heads, _, rank = up_proj.shape
     nope = q.shape[-1] - (kv_cache.latent.shape[-1] - rank)
     dtype = compute_dtype(q)
@@ -183,6 +166,10 @@ def _attend(
             return attended
         out[tokens] = attended
     return out
+
+
+mla_attention = partial(_attend, True)
+mla_block_attention = partial(_attend, False)
 
 
 def absorb_limit(rank: int, up_rows: int) -> float:

@@ -17,7 +17,8 @@ from atom.model_ops.kernels.triton.attention.fixed_splits import in_rounds, num_
 from atom.model_ops.kernels.triton.attention.paged_attention import attend_fixed_splits
 
 
-def paged_attention(
+def _attend(
+    causal: bool,
     q: torch.Tensor,
     kv_cache: KVCacheTensor,
     metadata: AttentionMetadata,
@@ -26,53 +27,17 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d], any lengths.
+    """Attention of q [T, heads, d] over the paged cache -> [T, heads, d], any lengths.
 
     The last query of a sequence sits at the last position of its context; the result of a query
     without visible keys is zero.
 
+    Args:
+        causal: else queries see the keys after them, too.
+
     Raises:
         ValueError: when the tensors do not fit together.
     """
-    return _attend(q, kv_cache, metadata, scale, sliding_window, softcap, sinks, causal=True)
-
-
-def prefill_attention(
-    q: torch.Tensor,
-    kv_cache: KVCacheTensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`paged_attention`."""
-    return _attend(q, kv_cache, metadata, scale, sliding_window, softcap, sinks, causal=True)
-
-
-def block_attention(
-    q: torch.Tensor,
-    kv_cache: KVCacheTensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`paged_attention` whose queries see the keys after them, too."""
-    return _attend(q, kv_cache, metadata, scale, sliding_window, softcap, sinks, causal=False)
-
-
-def _attend(
-    q: torch.Tensor,
-    kv_cache: KVCacheTensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    causal: bool,
-) -> torch.Tensor:
     visit = partial(
         attend_fixed_splits,
         q=q,
@@ -85,3 +50,8 @@ def _attend(
     )
     splits = num_seen_splits(metadata.max_context_len, sliding_window, metadata.max_seqlen_q)
     return in_rounds(visit, splits, q.new_empty(q.shape), sinks)
+
+
+paged_attention = partial(_attend, True)
+prefill_attention = partial(_attend, True)
+block_attention = partial(_attend, False)

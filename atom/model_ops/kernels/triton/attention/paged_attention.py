@@ -7,6 +7,7 @@ its keys. With a single part it writes the result; otherwise a second kernel com
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,7 +150,8 @@ def _reduce(
     tl.store(out_ptr + row * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
 
 
-def paged_attention(
+def _on_device(
+    causal: bool,
     q: torch.Tensor,
     kv_cache: KVCacheTensor,
     metadata: AttentionMetadata,
@@ -158,34 +160,24 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
+    """Attention of q [T, heads, d] over the paged cache -> [T, heads, d].
 
     The last query of a sequence sits at the last position of its context; the result of a query
     without visible keys is zero. Correct for any number of queries, tuned for at most 16 per
     sequence.
 
-    Raises:
-        ValueError: when the tensors do not fit together.
-    """
-    return attend(compute_units(), q, kv_cache, metadata, scale, sliding_window, softcap, sinks)
-
-
-def block_attention(
-    q: torch.Tensor,
-    kv_cache: KVCacheTensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`paged_attention` whose queries see the keys after them, too.
+    Args:
+        causal: else queries see the keys after them, too.
 
     Raises:
         ValueError: when the tensors do not fit together.
     """
     where = q, kv_cache, metadata, scale, sliding_window, softcap, sinks
-    return attend(compute_units(), *where, causal=False)
+    return attend(compute_units(), *where, causal=causal)
+
+
+paged_attention = partial(_on_device, True)
+block_attention = partial(_on_device, False)
 
 
 def attend(

@@ -18,40 +18,28 @@ from atom.model_ops.kernels.triton.products.linear import matrix_products
 from atom.platform import current_platform
 
 
-def mla_decode(
+def _attend(
+    causal: bool,
     q: torch.Tensor,
     kv_cache: LatentCacheTensor,
     up_proj: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
+    """Attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
 
     The last query of a sequence sits at the last position of its context. Any lengths.
+
+    Args:
+        causal: else queries see the keys after them, too.
     """
-    return attend(current_platform().kind, q, kv_cache, up_proj, metadata, scale)
+    return attend(current_platform().kind, q, kv_cache, up_proj, metadata, scale, causal)
 
 
-def mla_block_attention(
-    q: torch.Tensor,
-    kv_cache: LatentCacheTensor,
-    up_proj: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-) -> torch.Tensor:
-    """`mla_decode` whose queries see the keys after them, too."""
-    return attend(current_platform().kind, q, kv_cache, up_proj, metadata, scale, causal=False)
-
-
-def mla_prefill(
-    q: torch.Tensor,
-    kv_cache: LatentCacheTensor,
-    up_proj: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-) -> torch.Tensor:
-    """`mla_decode`; apart from it, so that long sequences do not size the grid of short ones."""
-    return attend(current_platform().kind, q, kv_cache, up_proj, metadata, scale)
+mla_decode = partial(_attend, True)
+# Apart from it, so that long sequences do not size the grid of short ones.
+mla_prefill = partial(_attend, True)
+mla_block_attention = partial(_attend, False)
 
 
 def attend(
@@ -63,7 +51,7 @@ def attend(
     scale: float,
     causal: bool = True,
 ) -> torch.Tensor:
-    """`mla_decode` with the products' tiles of a platform `kind`."""
+    """The same with the products' tiles of a platform `kind`."""
     tokens = q.shape[0]
     heads, up_rows, rank = up_proj.shape
     nope = q.shape[-1] - (kv_cache.latent.shape[-1] - rank)

@@ -15,6 +15,7 @@ Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; split contexts as in Flash-D
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -133,46 +134,31 @@ def refuses(query: OpQuery) -> str | None:
     return refuses_storage(query)
 
 
-def mla_decode(
+def _decode(
+    causal: bool,
     q: torch.Tensor,
     kv_cache: LatentCacheTensor,
     up_proj: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
+    """Attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
 
     The last query of a sequence sits at the last position of its context. No host sync.
+
+    Args:
+        causal: else queries see the keys after them, too; a context may be shorter than its
+            queries then.
     """
-    return _decode(q, kv_cache, up_proj, metadata, scale, causal=True)
-
-
-def mla_block_attention(
-    q: torch.Tensor,
-    kv_cache: LatentCacheTensor,
-    up_proj: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-) -> torch.Tensor:
-    """`mla_decode` whose queries see the keys after them, too; a context may be shorter than its
-    queries.
-    """
-    return _decode(q, kv_cache, up_proj, metadata, scale, causal=False)
-
-
-def _decode(
-    q: torch.Tensor,
-    kv_cache: LatentCacheTensor,
-    up_proj: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    causal: bool,
-) -> torch.Tensor:
     heads, up_rows, rank = up_proj.shape
     nope = q.shape[-1] - (kv_cache.latent.shape[-1] - rank)
     out = q.new_empty(q.shape[0], heads, up_rows - nope)
     attend_absorbed(q, kv_cache, up_proj, metadata, scale, out, causal)
     return out
+
+
+mla_decode = partial(_decode, True)
+mla_block_attention = partial(_decode, False)
 
 
 def attend_absorbed(

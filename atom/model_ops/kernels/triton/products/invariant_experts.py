@@ -6,6 +6,9 @@ There are none: a split of many pairs would cost more than one of few saves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from atom.model_ops.gates import SILU, SiluGate, SituGate
@@ -16,29 +19,20 @@ from atom.model_ops.quant.rounding import Rows
 from atom.platform import current_platform
 
 
-def moe_experts(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    elsewhere: int = 0,
-    gate: SiluGate | SituGate = SILU,
-) -> torch.Tensor:
-    """`moe_experts.moe_experts`."""
-    kind = current_platform().kind
-    return numbers.mixture(kind, x, w13, w2, weights, ids, elsewhere, gate, splits=1)
-
-
-def quant_experts(
+def _unsplit(
+    mixture: Callable[..., torch.Tensor],
     x: Rows,
-    w13: TileWeights,
-    w2: TileWeights,
+    w13: torch.Tensor | TileWeights,
+    w2: torch.Tensor | TileWeights,
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
     gate: SiluGate | SituGate = SILU,
 ) -> torch.Tensor:
-    """`quant_experts.quant_experts`."""
+    """The ops of `moe_experts` and `quant_experts`."""
     kind = current_platform().kind
-    return codes.mixture(kind, x, w13, w2, weights, ids, elsewhere, gate, splits=1)
+    return mixture(kind, x, w13, w2, weights, ids, elsewhere, gate, splits=1)
+
+
+moe_experts = partial(_unsplit, numbers.mixture)
+quant_experts = partial(_unsplit, codes.mixture)
