@@ -90,9 +90,9 @@ class MLAAttention(CachedAttention):
         self._write_and_decode = self._resolve("mla_write_and_decode")
         self._prefill = self._resolve("mla_prefill")
 
-    def _resolve(self, op: str) -> Any:
-        """The function for `op` on the bound cache."""
-        cache = self.kv_cache
+    def _resolve(self, op: str, cache: LatentCacheTensor | None = None) -> Any:
+        """The function for `op` on a cache; None for the bound one."""
+        cache = cache or self.kv_cache
         return self._context.ops.resolve(
             op,
             self._context.dtype,

@@ -32,17 +32,7 @@ class SparseMLAAttention(MLAAttention):
         super().bind_kv_cache(cache)
         rows = self.kv_cache.latent.flatten(0, 1)[:, None]
         self._by_token = LatentCacheTensor(rows, self.kv_cache.scale)
-        self._sparse = self._context.ops.resolve(
-            "mla_sparse",
-            self._context.dtype,
-            rows.dtype,
-            num_heads=self.num_heads,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            v_head_dim=self.v_head_dim,
-            block_size=1,
-            num_blocks=rows.shape[0],
-        )
+        self._sparse = self._resolve("mla_sparse", self._by_token)
 
     def attend_to(
         self,

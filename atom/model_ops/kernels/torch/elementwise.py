@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -10,54 +10,14 @@ import torch.nn.functional as F
 from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.quant.rounding import InputRounding, Rows
 
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
-class Norm(Protocol):
-    """The op `rms_norm`."""
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float, /) -> torch.Tensor: ...
-
-
-class AddNorm(Protocol):
-    """The op `add_rms_norm`."""
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, /
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-class PairNorm(Protocol):
-    """The op `rms_norm_pair`, with its `rms_norm`."""
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, other_weight: torch.Tensor, eps: float, /
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-class CacheWrite(Protocol):
-    """The op `kv_cache_write`."""
-
-    def __call__(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_cache: KVCacheTensor,
-        slot_mapping: torch.Tensor,
-        /,
-    ) -> None: ...
-
-
-class Rope(Protocol):
-    """The op `rope`."""
-
-    def __call__(
-        self,
-        positions: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        cos_sin: torch.Tensor,
-        interleaved: bool,
-        /,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+# Ops that others are given, with what they take by position; a pair norm with its `rms_norm`.
+Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], _Pair]
+PairNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], _Pair]
+CacheWrite = Callable[[torch.Tensor, torch.Tensor, KVCacheTensor, torch.Tensor], None]
+Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], _Pair]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

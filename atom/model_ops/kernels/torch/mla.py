@@ -10,6 +10,7 @@ Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -27,18 +28,11 @@ from atom.model_ops.kernels.torch.paged import (
     write_rows,
 )
 
-
-class LatentWrite(Protocol):
-    """The op `mla_cache_write`."""
-
-    def __call__(
-        self,
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        kv_cache: LatentCacheTensor,
-        slot_mapping: torch.Tensor,
-        /,
-    ) -> None: ...
+# Ops that others are given, with what they take by position.
+LatentWrite = Callable[[torch.Tensor, torch.Tensor, LatentCacheTensor, torch.Tensor], None]
+Decode = Callable[
+    [torch.Tensor, LatentCacheTensor, torch.Tensor, AttentionMetadata, float], torch.Tensor
+]
 
 
 class RotateAndWrite(Protocol):
@@ -54,20 +48,6 @@ class RotateAndWrite(Protocol):
         interleaved: bool,
         kv_cache: LatentCacheTensor,
         slot_mapping: torch.Tensor,
-        /,
-    ) -> torch.Tensor: ...
-
-
-class Decode(Protocol):
-    """The op `mla_decode`."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        kv_cache: LatentCacheTensor,
-        up_proj: torch.Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
         /,
     ) -> torch.Tensor: ...
 
