@@ -29,7 +29,6 @@ class TextBlock(MessageBlock):
 
     type: Literal["text"]
     text: str
-    citations: Any = None
 
 
 class ThinkingBlock(MessageBlock):
@@ -50,8 +49,6 @@ class ToolUseBlock(MessageBlock):
     id: str
     name: str
     input: dict[str, Any]
-    caller: Any = None
-    toolset_name: Any = None
 
 
 TextBlocks = Annotated[
@@ -133,7 +130,6 @@ class ToolResultBlock(MessageBlock):
         | None
     ) = None
     is_error: bool | None = None
-    toolset_name: Any = None
 
 
 Block = Annotated[
@@ -176,9 +172,6 @@ class Tool(ApiModel):
     strict: bool | None = None
     cache_control: Any = None
     eager_input_streaming: Any = None
-    allowed_callers: Any = None
-    defer_loading: Any = None
-    input_examples: Any = None
 
 
 Tools = Annotated[
@@ -208,7 +201,6 @@ class Thinking(ApiModel):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: Any = None
 
 
 class OutputFormat(ApiModel):
@@ -249,13 +241,6 @@ class CountTokensRequest(ApiModel):
     # Harmless.
     cache_control: Any = None
     user_profile_id: Any = None
-
-    container: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
-    mcp_servers: Any = None
-    speed: Any = None
-    workspace_id: Any = None
 
 
 class MessagesRequest(SamplingFields, CountTokensRequest):

@@ -49,7 +49,8 @@ class ApiModel(BaseModel):
     """Strict: no "5" for 5.
 
     Attributes:
-        UNSUPPORTED: unsupported fields, with the values that ask for nothing.
+        UNSUPPORTED: unsupported fields, with the values that ask for nothing. They need no line
+            of their own where a model takes unknown fields.
     """
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
@@ -63,18 +64,18 @@ class ApiModel(BaseModel):
         described = handler(schema)
         properties = handler.resolve_ref_schema(described).get("properties", {})
         for name, values in cls.UNSUPPORTED.items():
-            alias = name.rstrip("_")
-            properties[alias] = {"enum": [None, *values], "description": "Not supported."}
+            properties[name] = {"enum": [None, *values], "description": "Not supported."}
         return described
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ApiModel:
-        for name in self.model_fields_set & self.UNSUPPORTED.keys():
-            value = getattr(self, name)
+        extra = self.model_extra or {}
+        for name in self.UNSUPPORTED.keys() & self.model_fields_set:
+            value = getattr(self, name, None)
+            extra.pop(name, None)
             if value is not None and value not in self.UNSUPPORTED[name]:
-                raise PydanticCustomError(
-                    UNSUPPORTED_FIELD, "{field} is not supported", {"field": name.rstrip("_")}
-                )
+                said = "{field} is not supported"
+                raise PydanticCustomError(UNSUPPORTED_FIELD, said, {"field": name})
         return self
 
 
@@ -238,7 +239,6 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-    suffix: Any = None
 
 
 class TextPart(ApiModel):
@@ -263,7 +263,6 @@ class ImageUrl(ApiModel):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"detail": ("auto", "high")}
 
     url: str
-    detail: Any = None
 
 
 class ImagePart(ApiModel):
@@ -385,10 +384,7 @@ class ChatMessage(ApiModel):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
-    function_call: Any = None
-    audio: Any = None
     refusal: str | None = None
-    annotations: Any = None
 
     @property
     def thought(self) -> str | None:
@@ -411,7 +407,6 @@ class ChatPrompt(ApiModel):
     reasoning_effort: ReasoningEffort | None = None
     thinking: Thinking | None = None
     tools: Tools | None = None
-    chat_template: Any = None
 
     @property
     def continues(self) -> bool:
@@ -439,13 +434,6 @@ class ChatCompletionRequest(GenerationRequest, ChatPrompt):
     top_logprobs: int | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    verbosity: Any = None
 
 
 class TokenizeRequest(ChatPrompt):

@@ -40,9 +40,6 @@ class EmbeddingRequest(ApiModel):
     prompt_name: str | None = None
     use_activation: bool | None = None
     normalize: bool | None = None
-    embed_dtype: Any = None
-    endianness: Any = None
-    priority: Any = None
 
 
 class TextTokenizeRequest(ApiModel):
@@ -54,8 +51,6 @@ class TextTokenizeRequest(ApiModel):
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    messages: Any = None
-    tools: Any = None
 
 
 class ScoreRequest(ApiModel):
@@ -74,7 +69,6 @@ class ScoreRequest(ApiModel):
     instruction: str | None = None
     truncate_prompt_tokens: int | None = None
     use_activation: bool | None = None
-    priority: Any = None
 
 
 class DocumentText(ApiModel):
@@ -106,9 +100,6 @@ class RerankRequest(ApiModel):
     instruction: str | None = None
     truncate_prompt_tokens: int | None = None
     use_activation: bool | None = None
-    priority: Any = None
-    rank_fields: Any = None
-    max_chunks_per_doc: Any = None
 
 
 EMBEDDING_ROUTES: dict[str, type[ApiModel]] = {"/v1/embeddings": EmbeddingRequest}

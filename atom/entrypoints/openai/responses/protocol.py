@@ -32,9 +32,7 @@ class InputText(ApiModel):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: Any = None
     logprobs: Any = None  # harmless: what an answer said of its tokens
-    prompt_cache_breakpoint: Any = None
 
 
 class ReasoningText(ApiModel):
@@ -53,9 +51,6 @@ class InputImage(ApiModel):
 
     type: Literal["input_image"]
     image_url: str
-    detail: Any = None
-    file_id: Any = None
-    prompt_cache_breakpoint: Any = None
 
 
 Part = Annotated[
@@ -87,7 +82,7 @@ class InputMessage(ApiModel):
 
 class FunctionCall(ApiModel):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "async_": (False,),
+        "async": (False,),
         "caller": ({"type": "direct"},),
         "namespace": (),
     }
@@ -98,9 +93,6 @@ class FunctionCall(ApiModel):
     arguments: str
     id: str | None = None
     status: ItemStatus | None = None
-    async_: Any = Field(None, alias="async")
-    caller: Any = None
-    namespace: Any = None
 
 
 class FunctionCallOutput(ApiModel):
@@ -115,8 +107,6 @@ class FunctionCallOutput(ApiModel):
     id: str | None = None
     name: str | None = None
     status: ItemStatus | None = None
-    caller: Any = None
-    namespace: Any = None
 
 
 class ReasoningItem(ApiModel):
@@ -150,7 +140,7 @@ Items = Annotated[list[InputItem], Field(fail_fast=True)]
 class FunctionTool(ApiModel):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_callers": (["direct"],),
-        "async_": (False,),
+        "async": (False,),
         "defer_loading": (False,),
         "output_schema": (),
     }
@@ -160,10 +150,6 @@ class FunctionTool(ApiModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    allowed_callers: Any = None
-    async_: Any = Field(None, alias="async")
-    defer_loading: Any = None
-    output_schema: Any = None
 
 
 Tools = Annotated[
@@ -214,10 +200,6 @@ class ReasoningConfig(ApiModel):
     }
 
     effort: str | None = None
-    summary: Any = None
-    generate_summary: Any = None
-    context: Any = None
-    mode: Any = None
 
 
 class TextConfig(ApiModel):
@@ -226,7 +208,6 @@ class TextConfig(ApiModel):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
     format: dict[str, Any] | None = None
-    verbosity: Any = None
 
 
 # Only logprobs add anything: there are no encrypted contents, images are not given back, and the
@@ -292,15 +273,3 @@ class ResponsesRequest(SamplingFields):
     service_tier: str | None = None
     max_tool_calls: int | None = None
     client_metadata: Any = None
-
-    access_programs: Any = None
-    background: Any = None
-    context_management: Any = None
-    conversation: Any = None
-    image: Any = None
-    moderation: Any = None
-    previous_response_id: Any = None
-    prompt: Any = None
-    prompt_cache_options: Any = None
-    store: Any = None
-    truncation: Any = None
