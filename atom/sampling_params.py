@@ -142,12 +142,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             wanted = (int,) if name in _INTEGERS else (int, float)
             if isinstance(value, bool) or not isinstance(value, wanted):
                 raise ValueError(f"{name} must be a number, got {quote(value)}")
-            if not low <= value <= high:  # NaN fails every comparison
-                range_text = f"[{_number(low)}, {_number(high)}]"
+            is_open = name in _OPEN
+            if not low <= value <= high or (is_open and value == low):  # NaN fails every comparison
+                range_text = f"{'(' if is_open else '['}{_number(low)}, {_number(high)}]"
                 hint = _HINTS.get(name, "")
                 raise ValueError(f"{name} must be in {range_text}, got {quote(value)}{hint}")
-        if self.top_p == 0:
-            raise ValueError("top_p must be greater than 0, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
@@ -258,4 +257,6 @@ _INTEGERS = {
     *("n", "top_k", "seed", "min_tokens", "max_tokens"),
     *("logprobs", "prompt_logprobs", "num_speculative_tokens"),
 }
+# The low end itself is impossible.
+_OPEN = {"top_p"}
 _HINTS = {"num_speculative_tokens": "; no drafts are verified with speculation: false"}

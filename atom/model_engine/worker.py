@@ -62,9 +62,13 @@ class Worker:
     ) -> None:
         started = time.perf_counter()
         stages = stages or Stages()
+        stages.begin("preparing the device")
         platform = take_device(config, groups)
         self._is_gpu = platform.is_gpu
+        if not self._is_gpu:
+            stages.begin("loading the kernels, or compiling them")
         self._threads = take_threads(config.parallel, groups, platform)
+        stages.begin("finding the model")
         source = source or resolve_model(config.model)
         rank = Rank.create(config, groups, platform, source)
         self.parts = build_parts(rank, proposer_factory or create_proposer, stages)

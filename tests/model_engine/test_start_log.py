@@ -61,7 +61,9 @@ def test_an_engine_passes_the_same_stages_on_every_rank(
     monkeypatch.setattr(Stages, "begin", note)
     folder = write_target("llama", tmp_path, byte_level_tokenizer)
     with engines_of_threads(), create_engine(folder, tensor_parallel_size=2):
-        expected = ["reading the checkpoint", "waiting for the other ranks", "loading the weights"]
+        expected = ["preparing the device", "loading the kernels, or compiling them"]
+        expected += ["finding the model", "reading the checkpoint"]
+        expected += ["waiting for the other ranks", "loading the weights"]
         expected += ["waiting for the other ranks", "creating the runner"]
         expected += ["measuring memory for the KV cache", "ready"]
         wait_until(lambda: list(begun.values()) == [expected] * 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from atom.model_ops.kernels.native import sampling as native_sampling
 from atom.model_ops.kernels.native.build import (
     NativeBuild,
     NativeBuildError,
+    _Compilers,
     build,
     native_build,
 )
@@ -430,11 +432,60 @@ def test_a_compiler_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         build(tmp_path)
 
 
+def test_a_compiler_ends_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a driver's own compiler, which goes on when the driver alone is killed."""
+    driver, started = tmp_path / "driver", tmp_path / "started"
+    driver.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {started}\nwait\n")
+    driver.chmod(0o755)
+    compilers = _Compilers()
+    with ThreadPoolExecutor() as pool:
+        for limit, error in ((0.3, "took over"), (60, "exit status -9")):
+            monkeypatch.setattr("atom.model_ops.kernels.native.build._TIMEOUT_SECONDS", limit)
+            done = pool.submit(compilers.run, [str(driver)])
+            wait_until(lambda: started.exists() and started.read_text().endswith("\n"))
+            child = int(started.read_text())
+            if limit == 60:
+                compilers.stop()
+            with pytest.raises(NativeBuildError, match=error):
+                done.result()
+            wait_until(lambda child=child: not is_running(child))
+            started.unlink()
+
+
+def is_running(process: int) -> bool:
+    """Whether it runs, and is not only waiting to be reaped."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def test_interrupting_a_build_ends_its_compilers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, started, ended = (tmp_path / name for name in ("hanging", "started", "ended"))
+    hanging.write_text(f"#!/bin/sh\ntouch {started}\nsleep 20\ntouch {ended}\n")
+    hanging.chmod(0o755)
+    monkeypatch.setenv("CXX", str(hanging))
+
+    def interrupted(*_: object, **__: object) -> object:
+        wait_until(started.exists)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("atom.model_ops.kernels.native.build.tqdm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path)
+    assert not ended.exists()
+
+
 def test_who_waits_for_a_compiler_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(
-        "atom.model_ops.kernels.native.build._run", lambda command: Path(command[-1]).touch()
+        "atom.model_ops.kernels.native.build._Compilers.run",
+        lambda _, command: Path(command[-1]).touch(),
     )
     caplog.set_level("INFO", "atom.model_ops.kernels.native.build")
     for _ in range(2):
@@ -443,7 +494,7 @@ def test_who_waits_for_a_compiler_is_told(
 
 
 def test_a_build_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atom.model_ops.kernels.native.build._run", None)
+    monkeypatch.setattr("atom.model_ops.kernels.native.build._Compilers.run", None)
     assert build(cache_dir() / "native").exists()
 
 

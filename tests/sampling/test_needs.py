@@ -68,3 +68,15 @@ def test_a_field_says_what_it_needs(name: str) -> None:
     request = EngineRequest(id="a", prompt_token_ids=[1, 2, 3], params=params, seed=0)
     sequence = Sequence(request, (0, 0), 8, frozenset())
     assert (sequence.must_wait(drafts=False), sequence.must_wait(drafts=True)) == waits
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -0.5, 2, float("nan")])
+def test_an_impossible_top_p_is_refused_with_its_range(value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^top_p must be in \(0, 1\], got {value}$"):
+        SamplingParams(top_p=value)
+    assert SamplingParams(top_p=1).top_p == 1
+
+
+def test_no_allowed_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="allowed_token_ids must hold at least one token id"):
+        SamplingParams(allowed_token_ids=[])

@@ -44,9 +44,8 @@ def sampling_params(
     constraint = constraint_of(body)
     values = dict(defaults)
     values |= body.model_dump(include=set(SHARED_FIELDS - overrides.keys()), exclude_none=True)
-    for name in ("stop", "allowed_token_ids"):
-        if values.get(name) in ("", []):  # asks for nothing
-            del values[name]
+    if values.get("stop") in ("", []):  # asks for nothing
+        del values["stop"]
     values.update({name: value for name, value in overrides.items() if value is not None})
     if constraint is not None:
         values["structured_output"] = constraint.value

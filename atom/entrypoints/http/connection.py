@@ -33,7 +33,7 @@ MAX_CONNECTIONS = 4096
 OTHER_FILES = 128
 
 REFUSALS = {
-    400: "this is not a valid HTTP/1.1 request",
+    400: "this is not a valid HTTP/1.1 request, which has one Host header",
     408: "the request did not arrive in time",
     429: f"more than {MAX_PIPELINED} requests wait on this connection",
     431: f"the request line and headers are larger than {MAX_HEADER_BYTES} bytes",
@@ -52,7 +52,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with the bounds above.
 
     What exceeds them is answered with 431 or 408 while no other answer is under way, and the
-    connection is closed.
+    connection is closed. So is, with 400, a request without its one Host header (RFC 9112, 3.2),
+    which HTTP/1.0 may leave out.
     """
 
     def __init__(
@@ -114,6 +115,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            self._stop_parser(400)
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_parser(429)
         self._idle_bytes = 0

@@ -34,7 +34,9 @@ def test_what_a_request_says_wins() -> None:
 def test_wishes_about_tokens_are_fields_of_requests() -> None:
     said = params(allowed_token_ids=[3, 4], bad_words=["no"])
     assert (said.allowed_token_ids, said.bad_words) == ([3, 4], ["no"])
-    assert params(allowed_token_ids=[], bad_words=[]).allowed_token_ids is None
+    assert params(bad_words=[]).bad_words == []
+    with pytest.raises(ApiError, match="allowed_token_ids must hold at least one token id"):
+        params(allowed_token_ids=[])
     with pytest.raises(ApiError, match="bad_words must hold non-empty strings") as error:
         params(bad_words=[""])
     assert error.value.param == "bad_words"

@@ -46,6 +46,11 @@ class Served:
         await PlainTextResponse(str(len(body)))(scope, receive, send)
 
 
+# Of the only host that a request may name.
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: a\r\n"
+
+
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Served, int]]:
     served = Served()
@@ -96,11 +101,29 @@ def status(said: bytes) -> int:
 
 async def test_a_plain_request_is_answered() -> None:
     async with serving() as (_, port):
-        said = await answer(port, b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+        said = await answer(port, GET + b"Connection: close\r\n\r\n")
         assert status(said) == 200
-        chunked = b"POST / HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        chunked = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
         said = await answer(port, chunked, *[b"1\r\na\r\n" * 20] * 50, b"0\r\n\r\n")
         assert said.endswith(b"\r\n\r\n1000")
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        (b"GET / HTTP/1.1\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nhost: b\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost:\r\n", 200),
+        (b"GET / HTTP/1.0\r\n", 200),
+        (b"GET / HTTP/1.0\r\nHost: a\r\nHost: a\r\n", 400),
+    ],
+)
+async def test_a_request_names_one_host(head: bytes, expected: int) -> None:
+    async with serving() as (served, port):
+        said = await answer(port, head + b"Connection: close\r\n\r\n")
+        assert status(said) == expected
+        assert (b"one Host header" in said) == (expected == 400)
+        assert not served.state.connections
 
 
 @pytest.mark.parametrize(
@@ -113,7 +136,7 @@ async def test_a_plain_request_is_answered() -> None:
 async def test_headers_without_end_are_431(piece: bytes) -> None:
     async with serving() as (served, port):
         pieces = [piece] * (MAX_HEADER_BYTES // 1000 + 1)
-        said = await answer(port, b"GET / HTTP/1.1\r\nx: ", *pieces)
+        said = await answer(port, GET + b"x: ", *pieces)
         assert status(said) == 431
         assert b"application/json" in said
         assert not served.state.connections
@@ -122,11 +145,11 @@ async def test_headers_without_end_are_431(piece: bytes) -> None:
 async def test_complete_headers_are_counted_too() -> None:
     async with serving() as (_, port):
         for size, expected in ((MAX_HEADER_BYTES - 100, 200), (MAX_HEADER_BYTES, 431)):
-            for form in (b"GET /?%s HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nx: %s\r\n"):
+            for form in (b"GET /?%s HTTP/1.1\r\nHost: a\r\n", GET + b"x: %s\r\n"):
                 request = form % (b"a" * size) + b"Connection: close\r\n\r\n"
                 assert status(await answer(port, request)) == expected
         # Each as if it were written with a space.
-        many = b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * (MAX_HEADER_BYTES // 6 + 9)
+        many = GET + b"a:b\r\n" * (MAX_HEADER_BYTES // 6 + 9)
         assert len(many) < MAX_HEADER_BYTES
         assert status(await answer(port, many)) == 431
 
@@ -140,7 +163,7 @@ async def test_complete_headers_are_counted_too() -> None:
 )
 async def test_framing_without_end(start: bytes) -> None:
     async with serving() as (served, port):
-        head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = POST + b"Transfer-Encoding: chunked\r\n\r\n"
         pieces = [b"a" * 1000] * (MAX_HEADER_BYTES // 1000 + 1)
         assert status(await answer(port, head + start, *pieces)) == 431
         assert served.left == ["/"]
@@ -151,9 +174,9 @@ async def test_framing_without_end(start: bytes) -> None:
     [
         pytest.param(b"", id="nothing"),
         pytest.param(b"\r\n", id="an empty line"),
-        pytest.param(b"GET / HTTP/1.1\r\nx:", id="part of the headers"),
-        pytest.param(b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\na", id="part of a body"),
-        pytest.param(b"GET / HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\nx:", id="part of a second request"),
+        pytest.param(GET + b"x:", id="part of the headers"),
+        pytest.param(POST + b"Content-Length: 9\r\n\r\na", id="part of a body"),
+        pytest.param(GET + b"\r\n" + GET + b"x:", id="part of a second request"),
     ],
 )
 async def test_what_never_arrives_is_408(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +204,7 @@ async def test_a_body_that_keeps_coming_has_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(BoundedProtocol, "_check_arrival", counted)
     async with serving() as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: 3\r\n\r\n"
+        head = POST + b"Connection: close\r\nContent-Length: 3\r\n\r\n"
         writer.write(head)
         while checks < 3:
             await asyncio.sleep(0.01)
@@ -196,7 +219,7 @@ async def test_one_connection_too_many_is_closed(monkeypatch: pytest.MonkeyPatch
         kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         assert await answer(port) == b""
         for reader, writer in kept:
-            writer.write(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+            writer.write(GET + b"Connection: close\r\n\r\n")
             assert status(await reader.read()) == 200
             writer.close()
 
@@ -207,7 +230,7 @@ async def test_connections_leave_room_for_other_files() -> None:
 
 async def test_pipelined_requests_are_bounded_and_told_of_the_end() -> None:
     async with serving() as (served, port):
-        one = b"GET /wait HTTP/1.1\r\n\r\n"
+        one = b"GET /wait HTTP/1.1\r\nHost: a\r\n\r\n"
         said = await answer(port, one * (connection.MAX_PIPELINED + 2))
         assert status(said) == 429
         assert served.left == ["/wait"]
@@ -239,7 +262,7 @@ async def test_a_reader_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
     )
     port = server.sockets[0].getsockname()[1]
     _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
-    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    writer.write(GET + b"\r\n")
     while not state.tasks:
         await asyncio.sleep(0.01)
     (served,) = state.connections

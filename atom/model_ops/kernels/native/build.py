@@ -10,10 +10,12 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,22 +93,29 @@ def build(folder: Path) -> Path:
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
+    compilers = _Compilers()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
 
         def compile_one(source: Path, target: Path) -> None:
             if not target.exists():
                 result = Path(scratch) / target.name
-                _run([compiler, *flags, _INCLUDES, "-c", str(source), "-o", str(result)])
+                compilers.run([compiler, *flags, _INCLUDES, "-c", str(source), "-o", str(result)])
                 os.replace(result, target)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             done = pool.map(compile_one, objects.keys(), objects.values())
             what = "Compiling kernels for this processor, once"
             logger.info("%s", what)
-            for _ in tqdm(done, desc=what, total=len(objects), unit="file", disable=None):
-                pass
+            try:
+                for _ in tqdm(done, desc=what, total=len(objects), unit="file", disable=None):
+                    pass
+            except BaseException:  # Ctrl-C reaches this process's own group alone
+                pool.shutdown(wait=False, cancel_futures=True)
+                compilers.stop()
+                raise
         library = Path(scratch) / target.name
-        _run([compiler, "-shared", "-pthread", *map(str, objects.values()), "-o", str(library)])
+        link = [compiler, "-shared", "-pthread", *map(str, objects.values()), "-o", str(library)]
+        compilers.run(link)
         os.replace(library, target)
     return target
 
@@ -169,15 +178,53 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _run(command: list[str]) -> None:
-    try:
-        subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_SECONDS
-        )
-    except subprocess.CalledProcessError as error:
-        first = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[0]
-        raise NativeBuildError(f"{command[0]} failed: {first}") from error
-    except subprocess.TimeoutExpired as error:
-        raise NativeBuildError(
-            f"{command[0]} took over {_TIMEOUT_SECONDS} s; the next start goes on from there"
-        ) from error
+class _Compilers:
+    """Runs compilers, each of which leads a process group of its own.
+
+    A compiler starts programs that do the work and would outlive it, so the group ends as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._is_stopped = False
+
+    def run(self, command: list[str]) -> None:
+        """Raises:
+        NativeBuildError: when it fails, takes too long, or is stopped.
+        """
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            self._running.add(process)
+            try:
+                if self._is_stopped:
+                    _kill(process)
+                _, said = process.communicate(timeout=_TIMEOUT_SECONDS)
+            except BaseException as error:
+                _kill(process)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                raise NativeBuildError(
+                    f"{command[0]} took over {_TIMEOUT_SECONDS} s; the next start goes on from "
+                    f"there"
+                ) from error
+            finally:
+                self._running.discard(process)
+        if process.returncode:
+            first = (said.strip().splitlines() or [f"exit status {process.returncode}"])[0]
+            raise NativeBuildError(f"{command[0]} failed: {first}")
+
+    def stop(self) -> None:
+        """End those that run, and those that are being started."""
+        self._is_stopped = True
+        for process in list(self._running):
+            _kill(process)
+
+
+def _kill(leader: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
