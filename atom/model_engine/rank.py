@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,11 +15,9 @@ from atom.kv_cache.base import storage_dtype
 from atom.model_engine.expert_ranks import expert_ranks
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
+from atom.models.config.model_config import PretrainedConfig
 from atom.numa import bind_to_gpu
 from atom.platform import Platform, pci_address, select_platform
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 

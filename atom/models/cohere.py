@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,11 +13,9 @@ from atom.model_ops.layernorm import HeadsLayerNorm, ResidualLayerNorm
 from atom.model_ops.linear import kv_share, share_of
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import NoRotation, RotaryEmbedding, Rotation
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class CohereAttention(LlamaAttention):

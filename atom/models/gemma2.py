@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,13 +10,11 @@ from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.glm4 import Glm4DecoderLayer
 from atom.models.layers.one_plus_norms import OnePlusNorms
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import Activation, LlamaAttention, LlamaForCausalLM, LlamaMLP
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # Its layers are GLM-4's by other names.
 _MODULES = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.rotary import RotaryEmbedding
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.gemma2 import (
     Gemma2Attention,
     Gemma2DecoderLayer,
@@ -17,9 +17,6 @@ from atom.models.gemma2 import (
 from atom.models.layers.text_model import TextModel
 from atom.models.llama import head_size
 from atom.models.qwen3 import Qwen3Attention
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class Gemma3Attention(Qwen3Attention, Gemma2Attention):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -11,11 +11,9 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer, SummedRMSNorm
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import RotaryEmbedding, Rotation
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
 from atom.models.phi3 import rotated_size
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class Glm4Attention(LlamaAttention):

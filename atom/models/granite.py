@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from atom.model_ops.attention.metadata import AttentionMetadata
@@ -11,6 +9,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import Rotation
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -18,9 +17,6 @@ from atom.models.llama import (
     LlamaMLP,
     has_mlp_bias,
 )
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class GraniteAttention(LlamaAttention):

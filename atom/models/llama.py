@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -35,9 +35,7 @@ from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import Rotary, RotaryEmbedding, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from atom.models.config.model_config import PretrainedConfig
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 Scale = Callable[[torch.Tensor, float], torch.Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -11,12 +11,10 @@ from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import RotaryEmbedding, Rotation
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.text_model import TextModel
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class MistralAttention(LlamaAttention):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,15 +14,13 @@ from atom.model_ops.linear import kv_share, share_of
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import Rotation
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaForCausalLM,
     head_size,
 )
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _MODULES = {
     "post_attention_layernorm": "post_self_attn_layernorm",

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.rotary import RotaryEmbedding
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import head_size
 from atom.models.mistral import MistralForCausalLM
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class Phi3ForCausalLM(MistralForCausalLM):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class Qwen2Attention(LlamaAttention):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class Qwen3Attention(LlamaAttention):

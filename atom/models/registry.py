@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from atom.models.config.model_config import PretrainedConfig
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.rotary import NoRotation, RotaryEmbedding
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class SmolLM3Attention(LlamaAttention):

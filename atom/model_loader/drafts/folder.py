@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,11 +22,9 @@ from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.summary import describe_weights
 from atom.models.base import CausalLM
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.eagle3.parts import DraftConfig, DraftParts
 from atom.models.eagle3.sharing import SharingDraft
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 

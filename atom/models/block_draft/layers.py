@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
@@ -19,11 +17,9 @@ from atom.model_ops.linear import (
 )
 from atom.model_ops.rotary import Rotation
 from atom.models.block_draft.config import BlockConv, BlockDraftConfig
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import LlamaMLP
 from atom.models.moe.deepseek_v2 import DeepseekV2Attention
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class BlockDraftAttention(nn.Module):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -17,11 +17,8 @@ from atom.models.config.aux_layers import AUX_FIELDS, BOUNDARY, AuxLayers
 from atom.models.config.check import check_config
 from atom.models.config.file import is_there, read_json_object
 from atom.models.config.hf_configs import built_in_config
-from atom.models.config.model_config import ModelConfig
+from atom.models.config.model_config import ModelConfig, PretrainedConfig
 from atom.stats import ExpectedAcceptance
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 F = TypeVar("F", bound="DraftFields")
 

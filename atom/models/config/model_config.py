@@ -10,9 +10,13 @@ import functools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
+
+# What models read: a `ModelConfig`, or transformers' own. Fields are found by name, which mypy does
+# not check.
+PretrainedConfig: TypeAlias = Any
 
 # Types whose scaling starts from the length that the model was first trained for.
 _SCALED_FROM_A_LENGTH = ("llama3", "yarn", "longrope")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.rotary import RotaryEmbedding
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.eagle3.base import Eagle3Draft, Eagle3Layer
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, head_size
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class Eagle3Attention(LlamaAttention):

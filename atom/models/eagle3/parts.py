@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from atom.config import ConfigError
 from atom.models.config.aux_layers import AuxLayers
-from atom.models.config.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from atom.models.config.model_config import ModelConfig, PretrainedConfig
 
 
 class DraftConfig(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rank_sums import resolve_plain_sum
 from atom.model_ops.rotary import Rotation
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.hybrid.kimi_linear import (
     KimiDeltaAttention,
     KimiLinearAttention,
@@ -42,9 +43,6 @@ from atom.models.hybrid.kimi_linear import (
 from atom.models.layers.layer_types import is_linear
 from atom.models.llama import Activation, LlamaMLP, LlamaModel
 from atom.models.moe.deepseek_v2 import DeepseekV3MoE, expect
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 

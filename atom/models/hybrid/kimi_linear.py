@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +21,7 @@ from atom.model_ops.linear import (
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rotary import NoRotation, RotaryEmbedding, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.layer_types import is_linear
 from atom.models.llama import SILU
 from atom.models.moe.deepseek_v2 import (
@@ -31,9 +31,6 @@ from atom.models.moe.deepseek_v2 import (
     expect,
 )
 from atom.models.moe.mixtral import EXPERT_MODULES
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # In the files, and as transformers has it: it puts what decays depend on in a module of its own.
 _MODULES = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,15 +14,13 @@ from atom.model_ops.quant.base import LayerKind
 from atom.model_ops.quant.storage import MatrixStorage
 from atom.model_ops.rotary import MRotaryEmbedding, RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.hybrid.qwen3_next import GatedDeltaNet, Qwen3NextDecoderLayer, Qwen3NextForCausalLM
 from atom.models.llama import LlamaMLP, head_size
 from atom.models.moe.qwen2_moe import Qwen2MoE
 from atom.models.phi3 import rotated_size
 from atom.models.vision.encoder import ImageEncoder
 from atom.models.vision.qwen3_vl import Qwen3ImageEncoder
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -16,6 +16,7 @@ from atom.model_ops.linear import ColumnParallelLinear, RowParallelLinear, share
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rotary import RotaryEmbedding, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.gated_attention import GatedAttention
 from atom.models.layers.layer_types import is_linear
 from atom.models.layers.mtp import MTPTarget
@@ -24,9 +25,6 @@ from atom.models.llama import SILU, head_size
 from atom.models.moe.deepseek_v2 import expect
 from atom.models.moe.qwen2_moe import Qwen2MoeDecoderLayer
 from atom.models.phi3 import rotated_size
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # A layer's first half has one name here, and what its decays depend on is a module.
 _MODULES = {

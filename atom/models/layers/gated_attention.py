@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import Rotation
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.qwen3 import Qwen3Attention
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class GatedAttention(Qwen3Attention):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -13,10 +13,8 @@ from atom.model_ops.moe import FusedMoE, TopKRouter
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rank_sums import SumInput
 from atom.model_ops.routing import Routing
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import SILU
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class SoftmaxMoE(Sublayer):

@@ -18,7 +18,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -32,11 +32,9 @@ from atom.model_ops.quant.base import UnquantizedConfig
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import Rotation
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.one_plus_norms import OnePlusNorms, add_one_to_norms
 from atom.models.llama import LlamaForCausalLM
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class MTPTarget(LlamaForCausalLM):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import LlamaForCausalLM
 from atom.models.vision.encoder import ImageEncoder
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 

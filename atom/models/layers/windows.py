@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from atom.config import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from atom.models.config.model_config import PretrainedConfig
 
 
 def window_of_type(config: PretrainedConfig, layer_id: int) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -33,6 +33,7 @@ from atom.model_ops.rank_sums import SumInput
 from atom.model_ops.rotary import RotaryEmbedding, Rotation
 from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.mtp import MTPTarget
 from atom.models.llama import (
     SILU,
@@ -40,9 +41,6 @@ from atom.models.llama import (
     LlamaMLP,
     has_mlp_bias,
 )
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # Where both are stored alike.
 PACKED_ATTENTION = {"qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 
@@ -16,14 +16,12 @@ from atom.model_ops.linear import LinearBase
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rotary import RotaryEmbedding, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.moe.deepseek_v2 import (
     DeepseekV2Attention,
     DeepseekV2ForCausalLM,
     TypedDecoderLayer,
 )
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # What the last indexer of a pass chose, for layers that share it.
 _CHOSEN = "chosen tokens"

@@ -4,14 +4,13 @@ in the small ones, behind its latent attention.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.rotary import RotaryEmbedding
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import LlamaAttention, head_size
 from atom.models.moe.deepseek_v2 import (
     DeepseekV3DecoderLayer,
@@ -19,9 +18,6 @@ from atom.models.moe.deepseek_v2 import (
     TypedDecoderLayer,
 )
 from atom.models.phi3 import rotated_size
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class Glm4MoeAttention(LlamaAttention):

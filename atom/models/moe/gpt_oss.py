@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,12 +15,10 @@ from atom.model_ops.moe import FusedMoE
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from atom.models.moe.deepseek_v2 import expect
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # In the files they are beside the projections.
 _MODULES = {"sinks": "attn.sinks.weight"}

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.moe_block import SigmoidMoE
 from atom.models.llama import LlamaDecoderLayer
 from atom.models.moe.deepseek_v2 import expect
 from atom.models.moe.mixtral import EXPERT_MODULES
 from atom.models.olmo2 import Olmo2Attention
 from atom.models.phi3 import Phi3ForCausalLM
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # In the files it is beside the router.
 _MODULES = {**EXPERT_MODULES, "e_score_correction_bias": "gate.e_score_correction_bias"}

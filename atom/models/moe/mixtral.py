@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.moe_block import SoftmaxMoE
 from atom.models.mistral import MistralDecoderLayer, MistralForCausalLM
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # As published; transformers itself has the names on the right.
 EXPERT_MODULES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -11,12 +11,10 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.quant.rounding import Rows, unrounded
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.moe_block import SoftmaxMoE
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from atom.models.moe.qwen3_moe import has_experts
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class Qwen2MoeAttention(LlamaAttention):

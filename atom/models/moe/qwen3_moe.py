@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.moe_block import SoftmaxMoE
 from atom.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from atom.models.qwen3 import Qwen3Attention
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class Qwen3MoeAttention(Qwen3Attention):

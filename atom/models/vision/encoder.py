@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,7 @@ from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from atom.models.config.model_config import PretrainedConfig
 
 _GELU = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
 

@@ -5,13 +5,12 @@ Source of names and computation: transformers' `idefics3`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.vision.encoder import (
     ImageEncoder,
     PatchProjection,
@@ -21,9 +20,6 @@ from atom.models.vision.encoder import (
     feed,
     gelu_of,
 )
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # Tiles of the largest image, and itself made small, with the published processors.
 _MOST_TILES = 17

@@ -6,7 +6,6 @@ Source of names: the published checkpoint; of computation: transformers' `kimi_k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.vision.encoder import (
     ImageEncoder,
     PatchProjection,
@@ -23,9 +23,6 @@ from atom.models.vision.encoder import (
     feed,
     gelu_of,
 )
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _CHANNELS = 3
 _EPS = 1e-5

@@ -6,7 +6,6 @@ Source of names and computation: transformers' `qwen2_5_vl`.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import SILU
 from atom.models.vision.encoder import VisionLinear
 from atom.models.vision.qwen_layers import (
@@ -22,9 +22,6 @@ from atom.models.vision.qwen_layers import (
     places_of_patches,
     turns_of,
 )
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _EPS = 1e-6
 

@@ -5,14 +5,13 @@ Source of names and computation: transformers' `qwen3_vl`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.vision.encoder import VisionLinear, VisionNorm, feed, gelu_of
 from atom.models.vision.qwen_layers import (
     QwenImageEncoder,
@@ -20,9 +19,6 @@ from atom.models.vision.qwen_layers import (
     places_of_patches,
     turns_of,
 )
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _EPS = 1e-6
 

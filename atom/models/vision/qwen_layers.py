@@ -6,18 +6,14 @@ row, and within a square its patches row by row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.vision.encoder import ImageEncoder, VisionLinear, attend
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _THETA = 10_000.0
 # Rows of the text network that the published processors make of one image or video, at most.

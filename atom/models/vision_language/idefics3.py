@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 from atom.model_ops.layer_context import LayerContext
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.text_model import TextModel
 from atom.models.vision.encoder import ImageEncoder
 from atom.models.vision.idefics3 import Idefics3ImageEncoder
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class Idefics3ForConditionalGeneration(TextModel):

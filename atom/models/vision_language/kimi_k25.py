@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from atom.model_ops.layer_context import LayerContext
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.text_model import TextModel
 from atom.models.moe.deepseek_v2 import DeepseekV3ForCausalLM
 from atom.models.vision.encoder import ImageEncoder
 from atom.models.vision.kimi_k25 import KimiImageEncoder
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class KimiK25ForConditionalGeneration(TextModel, DeepseekV3ForCausalLM):

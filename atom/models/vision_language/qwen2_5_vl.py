@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.rotary import MRotaryEmbedding, RotaryEmbedding
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.text_model import TextModel
 from atom.models.llama import head_size
 from atom.models.qwen2 import Qwen2ForCausalLM
 from atom.models.vision.encoder import ImageEncoder
 from atom.models.vision.qwen2_5_vl import Qwen25ImageEncoder
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _SECTIONS = (16, 24, 24)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.rotary import MRotaryEmbedding, RotaryEmbedding
+from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.moe_block import SoftmaxMoE
 from atom.models.layers.text_model import TextModel
 from atom.models.llama import LlamaDecoderLayer, head_size
@@ -14,9 +15,6 @@ from atom.models.moe.qwen3_moe import has_experts
 from atom.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from atom.models.vision.encoder import ImageEncoder
 from atom.models.vision.qwen3_vl import Qwen3ImageEncoder
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _SECTIONS = (24, 20, 20)
 
