@@ -16,7 +16,7 @@ from atom.environment import cache_dir
 from atom.messages import ModelFacts
 from atom.model_loader.checkpoint import has_weights, list_tensors, stored_dtype
 from atom.model_loader.generation_config import sampling_defaults
-from atom.model_loader.gguf.cache import recall, remember
+from atom.model_loader.gguf.cache import recall, remember, wishes_of
 from atom.model_loader.gguf.split import only_file
 from atom.model_loader.locate import EMBEDDED_MODEL_NAME, embedded_model, locate_model
 from atom.model_loader.pooling_task import encoder_hint, pooling_task
@@ -235,7 +235,7 @@ def from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
     """
     check_regular(path)
     cache = cache_dir() / "gguf"
-    wishes = f"{options.dtype} {options.quantization == 'auto'} {options.tokenizer is None}"
+    wishes = wishes_of(options)
     if (known := recall(path, wishes, cache)) is not None:
         return known[0], _DTYPES[known[1]]
     # Reading and converting files takes modules that a start with a converted one does without.

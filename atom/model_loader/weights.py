@@ -31,6 +31,7 @@ from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.gguf.cache import is_in_use
 from atom.model_loader.layers import LayerQueue
 from atom.model_loader.mapped_weights import map_parameters
+from atom.model_loader.packed_weights import packed_cache
 from atom.model_loader.placement import Placement, Target, find_targets, place_tensors, raise_if_any
 from atom.model_loader.quantization import on_platform
 from atom.model_loader.safetensors.reader import WeightFile
@@ -198,13 +199,17 @@ def load_weights(
         names = ", ".join(path.name for path in adapters)
         logger.warning("%s: adapters are not applied: %s", source.path, names)
     placements = place_tensors(list_tensors(source.path), mapping, targets, source.path)
-    layers = LayerQueue(model, placements)
     prefetch = options.safetensors_load_strategy == "prefetch"
     num_bytes = _num_bytes(targets)  # before conversion changes it
     started = time.perf_counter()
-    _copy_all(placements, layers, source, read_ahead=prefetch)
+    packed = packed_cache(source.path, model, placements) if is_in_use(source.path) else None
+    left = None if packed is None else packed.restore(placements)
+    layers = LayerQueue(model, placements if left is None else left)
+    _copy_all(placements if left is None else left, layers, source, read_ahead=prefetch)
     _raise_wrong(layers.convert_rest(), source)
     _log_speed(source, placements, num_bytes, time.perf_counter() - started)
+    if packed is not None and left is None:
+        packed.save()
 
 
 def _num_bytes(targets: dict[str, Target]) -> int:

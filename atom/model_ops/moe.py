@@ -365,11 +365,31 @@ class FusedMoE(nn.Module):
         """Of weights that are no parameters but in the form that the op made of quantised ones."""
         return 0 if self._storages["w13"].format is None else held_bytes(self._prepared)
 
+    def prepared_from(self) -> str:
+        """As `PreparedMatrix`; "" also where an expert is not quantised, or held elsewhere."""
+        w13, w2 = self._storages.values()
+        if w13.format is None or self._has_plain or self.is_spread:
+            return ""
+        return f"{self.choice.name} {self.choice.query} {w13.describe()} {w2.describe()}"
+
+    @property
+    def prepared(self) -> tuple[Any, ...]:
+        """As `PreparedMatrix`."""
+        return self._prepared or ()
+
+    def restore(self, prepared: tuple[Any, ...]) -> frozenset[str]:
+        """As `PreparedMatrix`."""
+        w13, w2 = prepared
+        self._prepared = w13, w2
+        return frozenset[str]().union(*(each.drop() for each in self._storages.values()))
+
     def process_after_loading(self) -> None:
         """Convert quantised weights, and all to the layout that the op reads."""
         w13, w2 = self._storages.values()
         if self._is_clamped and not self._adds_bias:
             self.w2_bias.data.zero_()
+        if self._prepared is not None:
+            return
         if w13.format is not None:
             second = take_weights(w2, self.choice, is_down=True)
             self._prepared = take_weights(w13, self.choice), second

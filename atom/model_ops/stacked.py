@@ -154,8 +154,28 @@ class PreparedMatrix(StackedMatrix):
         """Of weights that are no parameters but in the form that the op made of quantised ones."""
         return held_bytes(self._prepared)
 
-    def process_after_loading(self) -> None:
+    def prepared_from(self) -> str:
+        """All that the prepared weights depend on besides the checkpoint's tensors and the code;
+        "" if there are none.
+        """
         if self.storage.format is None:
+            return ""
+        return f"{self.choice.name} {self.choice.query} {self.storage.describe()}"
+
+    @property
+    def prepared(self) -> tuple[Any, ...]:
+        """What the op's `prepare` made."""
+        return (self._prepared,)
+
+    def restore(self, prepared: tuple[Any, ...]) -> frozenset[str]:
+        """Take what was prepared before, from the same tensors -> the parameters that need not be
+        loaded, and are deleted.
+        """
+        (self._prepared,) = prepared
+        return self.storage.drop()
+
+    def process_after_loading(self) -> None:
+        if self.storage.format is None or self._prepared is not None:
             return
         self._prepared = take_weights(self.storage, self.choice)
         if self.choice.prepare is not None:

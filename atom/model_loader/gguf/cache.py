@@ -7,6 +7,7 @@ removed.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from atom.config import ModelOptions
 from atom.model_loader.gguf.split import split_paths
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,11 @@ def content_key(paths: Sequence[Path], cache: Path) -> str:
     return key
 
 
+def wishes_of(options: ModelOptions) -> str:
+    """All that the folder of a file depends on besides the file."""
+    return f"{options.dtype} {options.quantization == 'auto'} {options.tokenizer is None}"
+
+
 def remember(path: Path, wishes: str, cache: Path, folder: Path, dtype: str) -> None:
     """Note which folder a file was converted to, and its automatic dtype."""
     _write(_note(path, wishes, cache), f"{folder.name} {dtype}")
@@ -54,7 +61,7 @@ def recall(path: Path, wishes: str, cache: Path) -> tuple[Path, str] | None:
     """What was noted of a file that has not changed since, while the folder is there.
 
     Args:
-        wishes: all that a folder depends on besides the file.
+        wishes: as `wishes_of` has them.
     """
     note = _note(path, wishes, cache)
     if not note.is_file():
@@ -103,20 +110,20 @@ def is_in_use(folder: Path) -> bool:
     return folder in _in_use
 
 
-def make_room(cache: Path, needed: int, limit: int) -> None:
-    """Remove the folders that were used longest ago, until `needed` bytes more are within `limit`.
-
-    Those that live processes use stay, so more than `limit` may be left.
+def make_room(cache: Path, needed: int, limit: int) -> bool:
+    """Remove the folders that were used longest ago, until `needed` bytes more are within `limit`
+    -> whether they are; folders that live processes use stay.
     """
     folders = [path for path in cache.iterdir() if path.is_dir() and path.name[0] != "."]
     sizes = {folder: _num_bytes(folder) for folder in folders}
     total = sum(sizes.values()) + needed
     for folder in sorted(folders, key=lambda path: path.stat().st_mtime_ns):
         if total <= limit:
-            return
+            break
         if _remove_unused(folder):
             logger.info("removed %s, which was used longest ago", folder)
             total -= sizes[folder]
+    return total <= limit
 
 
 def _remove_unused(folder: Path) -> bool:
@@ -133,7 +140,11 @@ def _remove_unused(folder: Path) -> bool:
 
 
 def _num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
+    sizes = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile
+            sizes += path.stat().st_size
+    return sizes
 
 
 def _lock_file(folder: Path) -> Path:

@@ -261,14 +261,24 @@ class MatrixStorage:
         assert form is not None
         tensors = {name: self._parameter(name) for name in self.stored}
         weights = self._method.convert(tensors, self.rows, self.columns)
+        self.drop()
+        weights = replace(weights, format=form)
+        check_range(weights, self._dtype)
+        return weights
+
+    def drop(self) -> frozenset[str]:
+        """Delete the parameters, whose values are not needed -> their names."""
         for name, stored in self.stored.items():
             if stored.holds == "zeros":
                 setattr(self._layer, self._prefix + name, None)
             else:
                 delattr(self._layer, self._prefix + name)
-        weights = replace(weights, format=form)
-        check_range(weights, self._dtype)
-        return weights
+        return frozenset(self._prefix + name for name in self.stored)
+
+    def describe(self) -> str:
+        """All that the converted weights depend on besides the checkpoint's tensors."""
+        method = type(self._method).__name__
+        return f"{method} {self.format!r} {self._parts} {self._experts} {self._dtype} {self.stored}"
 
     def _load_all(self, name: str, tensor: torch.Tensor, part: Part, expert: int | None) -> None:
         if self._method is None:
