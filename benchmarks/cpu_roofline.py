@@ -11,9 +11,9 @@ as they are held, keys and values, inputs and outputs) and operations that it mu
 longer of the two times at the limits over the time measured is its share of the roofline. Ops are
 timed with cold caches; a whole step of a small model may find some of it in a cache. A step is all
 that the engine does from one token of every sequence to the next. With drafts (k > 0) it
-contains their making, but bytes and operations are the target's. Prompts are not computed, so
-tokens mean nothing and few drafts are right. `--growth` measures only how the time of a step grows
-with sequences and contexts, up to the longest of `--contexts`.
+contains their making, but bytes and operations are the target's. Prompts are not computed: keys
+and values are random numbers, so tokens mean nothing and few drafts are right. `--growth` measures
+only how the time of a step grows with sequences and contexts, up to the longest of `--contexts`.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ class Roofline:
         for k in sorted(set(self._args.num_speculative_tokens)):
             engine = self._engine(k)
             self.table = self.table or engine.ops
+            engine.fill_cache()  # memory that nobody wrote is one page of zeros
             for context in self._args.contexts:
                 for batch in self._args.batch_sizes:
                     with_ops = context == min(self._args.contexts) and not self._args.growth

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
+import platform
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -262,6 +266,51 @@ def test_attention_survives_huge_scores() -> None:
     q = random(2, 1, 64) * 1e4
     got = attention.paged_attention(q, cache, metadata, 1.0, None)
     assert_near(got, exact_attention(q, cache, metadata, 1.0, None), torch.float32)
+
+
+class FloatingPoint:
+    """The flags of SSE and newer instructions of this thread, by glibc's `fenv_t`."""
+
+    _CONTROL, _SIZE, _FLAGS, _DENORMAL = 28, 64, 0x3F, 2
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(ctypes.util.find_library("m"))
+
+    def saw_denormal(self) -> bool:
+        """Whether an instruction had one as an operand since the last call."""
+        state = (ctypes.c_uint8 * self._SIZE)()
+        self._library.fegetenv(state)
+        word = ctypes.c_uint32.from_buffer(state, self._CONTROL)
+        saw = bool(word.value & self._DENORMAL)
+        word.value &= ~self._FLAGS
+        self._library.fesetenv(state)
+        return saw
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64" or not ctypes.util.find_library("m"),
+    reason="reads the flags of x86 through glibc",
+)
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3)])
+def test_what_memory_held_before_does_not_slow_attention_down(heads: int, kv_heads: int) -> None:
+    """Processors compute with numbers below the least normal one many times more slowly: none is
+    left of other calls where a tile has fewer rows than it could.
+    """
+    flags = FloatingPoint()
+    cache, metadata = paged([(1, 128)], 1, 512, 64, torch.bfloat16)
+    block, later = metadata.block_tables[0].tolist()
+    cache.key[block], cache.key[later] = 0, 1
+    cache.value[block], cache.value[later] = 1e-30, 0
+    query = torch.full((1, 16, 512), 0.05, dtype=torch.bfloat16)
+    flags.saw_denormal()
+    attention.paged_attention(query, cache, metadata, 1.0, None)
+    assert flags.saw_denormal()  # in what it leaves behind
+    cache, metadata = paged([(1, 128)], kv_heads, 64, 64, torch.bfloat16)
+    query = random(1, heads, 64, dtype=torch.bfloat16, seed=3)
+    flags.saw_denormal()
+    attention.paged_attention(query, cache, metadata, 0.1, None)
+    assert not flags.saw_denormal()
 
 
 def test_rows_beyond_the_last_sequence_are_zero() -> None:

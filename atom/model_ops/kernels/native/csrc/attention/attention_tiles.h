@@ -50,6 +50,8 @@ class Tiles {
     in_place = !a.is_fp8() && a.head_dim == head_dim;
     // Many rows read keys many times: beside each other, they do not evict each other.
     keys_in_place = in_place && unit.rows <= kSide && a.block_size % kSide == 0;
+    // Columns without a row are computed, too, and numbers below the least normal one are slow.
+    if (unit.rows < kSide) std::fill(scores, scores + kChunk * kSide, 0.0f);
     pack_queries();
   }
 

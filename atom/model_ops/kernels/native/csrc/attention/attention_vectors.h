@@ -148,6 +148,8 @@ class Vectors {
     rows_memory = reinterpret_cast<T*>(admit + padded + unit.rows * head_dim);
     pairs = rows_memory + kChunk * head_dim;
     in_place = !a.is_fp8() && a.head_dim == head_dim;
+    // Lanes without a row are computed, too, and numbers below the least normal one are slow.
+    std::fill(peak, keep, 0.0f);
     pack_queries();
   }
 
