@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from atom.model_ops.attention.metadata import ModelInput
+from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
 from atom.model_ops.kernels.torch.elementwise import Rope
 from atom.model_ops.layer_context import LayerContext
 
@@ -38,7 +38,25 @@ class Rotation(Protocol):
 class Rotary(Rotation, Protocol):
     """A rotation with a row for each position."""
 
-    def of_step(self, model_input: ModelInput) -> tuple[torch.Tensor, Rotation]: ...
+    def of_step(self, model_input: ModelInput) -> AttentionInputs: ...
+
+
+class AttentionInputs(NamedTuple):
+    """What attention is given besides T rows.
+
+    Attributes:
+        positions: [T] int64, the rows of `rotary` by which they turn.
+        metadata: their sequences and slots.
+    """
+
+    positions: torch.Tensor
+    metadata: AttentionMetadata
+    rotary: Rotation
+
+    def windowed(self) -> AttentionInputs:
+        """For a layer whose cache holds a window alone."""
+        assert self.metadata.windowed is not None
+        return self._replace(metadata=self.metadata.windowed)
 
 
 class RotaryEmbedding(nn.Module):
@@ -91,9 +109,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin", table.to(context.device), persistent=False)
         self.rope: Rope = context.ops.resolve("rope", context.dtype, head_dim=head_dim)
 
-    def of_step(self, model_input: ModelInput) -> tuple[torch.Tensor, Rotation]:
+    def of_step(self, model_input: ModelInput) -> AttentionInputs:
         """By which row of which table each of a step's tokens rotates."""
-        return model_input.positions, self
+        return AttentionInputs(model_input.positions, model_input.attention, self)
 
     def _frequencies(
         self, config: PretrainedConfig, rotary_dim: int, max_model_len: int
@@ -142,12 +160,13 @@ class MRotaryEmbedding(RotaryEmbedding):
         self.register_buffer("axes", of_pairs.repeat(2).to(context.device), persistent=False)
         self._table = context.ops.resolve("mrope_table", torch.float32)
 
-    def of_step(self, model_input: ModelInput) -> tuple[torch.Tensor, Rotation]:
+    def of_step(self, model_input: ModelInput) -> AttentionInputs:
         shifts = model_input.mrope_shifts
         if shifts is None:
             return super().of_step(model_input)
         table, rows = self._table(self.cos_sin, model_input.positions, shifts, self.axes)
-        return rows, StepRotation(table, self.interleaved, self.rope)
+        rotation = StepRotation(table, self.interleaved, self.rope)
+        return AttentionInputs(rows, model_input.attention, rotation)
 
 
 def axes_of_pairs(sections: Sequence[int], num_pairs: int, *, mixed: bool) -> torch.Tensor:

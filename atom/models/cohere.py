@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import HeadsLayerNorm, ResidualLayerNorm
 from atom.model_ops.linear import kv_share, share_of
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import NoRotation, RotaryEmbedding, Rotation
+from atom.model_ops.rotary import AttentionInputs, NoRotation, RotaryEmbedding
 from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.windows import window_of_type
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
@@ -70,12 +69,10 @@ class CohereDecoderLayer(LlamaDecoderLayer):
         self,
         x: Rows,
         residual: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        inputs: AttentionInputs,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attended = self.self_attn(x, positions, metadata, rotary)
+        attended = self.self_attn(x, inputs)
         if rows is not None:
             assert isinstance(x, torch.Tensor)
             attended, x, residual = attended[rows], x[rows], residual[rows]

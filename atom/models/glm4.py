@@ -6,11 +6,10 @@ from typing import ClassVar
 
 import torch
 
-from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer, SummedRMSNorm
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import RotaryEmbedding, Rotation
+from atom.model_ops.rotary import AttentionInputs, RotaryEmbedding
 from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
 from atom.models.phi3 import rotated_size
@@ -40,12 +39,10 @@ class Glm4DecoderLayer(LlamaDecoderLayer):
         self,
         x: Rows,
         residual: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        inputs: AttentionInputs,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attended = self.self_attn(x, positions, metadata, rotary)
+        attended = self.self_attn(x, inputs)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
         normed = self.post_self_attn_layernorm(attended)

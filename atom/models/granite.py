@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import Rotation
+from atom.model_ops.rotary import AttentionInputs
 from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import (
     LlamaAttention,
@@ -33,16 +32,8 @@ class GraniteAttention(LlamaAttention):
     def scale(config: PretrainedConfig) -> float:
         return float(config.attention_multiplier)
 
-    def forward(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> torch.Tensor:
-        out: torch.Tensor = self._scale(
-            super().forward(x, positions, metadata, rotary), self._factor
-        )
+    def forward(self, x: Rows, inputs: AttentionInputs) -> torch.Tensor:
+        out: torch.Tensor = self._scale(super().forward(x, inputs), self._factor)
         return out
 
 

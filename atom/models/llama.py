@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from atom.config import ConfigError
-from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput, ModelOutput
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 from atom.model_ops.attention.mha import Attention
 from atom.model_ops.attention.sinks import HeadSinks
 from atom.model_ops.embedding import (
@@ -32,7 +32,7 @@ from atom.model_ops.linear import (
     RowParallelLinear,
 )
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import Rotary, RotaryEmbedding, Rotation
+from atom.model_ops.rotary import AttentionInputs, Rotary, RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
 from atom.models.config.model_config import PretrainedConfig
@@ -175,28 +175,16 @@ class LlamaAttention(Sublayer):
         """The same of keys."""
         return k
 
-    def forward(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> torch.Tensor:
+    def forward(self, x: Rows, inputs: AttentionInputs) -> torch.Tensor:
         q, k, v = self.qkv_proj.split(self.qkv_proj(x))
         q, k = self.prepare_queries(q), self.prepare_keys(k)
-        out: torch.Tensor = self.o_proj(self.attn(q, k, v, positions, metadata, rotary))
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v, inputs))
         return out
 
-    def write_kv(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> None:
+    def write_kv(self, x: Rows, inputs: AttentionInputs) -> None:
         """Write the KV cache like `forward`, without computing its output."""
         k, v = self.qkv_proj.keys_and_values(x)
-        self.attn.write(self.prepare_keys(k), v, positions, metadata, rotary)
+        self.attn.write(self.prepare_keys(k), v, inputs)
 
 
 class DecoderLayer(nn.Module):
@@ -224,15 +212,13 @@ class DecoderLayer(nn.Module):
         self,
         x: Rows,
         residual: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        inputs: AttentionInputs,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """From what `enter` returned: this rank's part of a sum, and the residual, whose sum is the
         layer's output, of `rows` [R] or of all.
         """
-        attended = self.self_attn(x, positions, metadata, rotary)
+        attended = self.self_attn(x, inputs)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
         x, residual = self.post_attention_layernorm.feed(attended, residual)
@@ -311,10 +297,10 @@ class Decoder(nn.Module):
         images = model_input.images
         if images is not None:
             hidden = images.fill(hidden)
-        rotations: list[tuple[torch.Tensor, Rotation]]
-        rotations = [(model_input.positions, rotary) for rotary in self._rotaries]
+        where = model_input.positions, model_input.attention
+        by_rotary = [AttentionInputs(*where, rotary) for rotary in self._rotaries]
         if model_input.mrope_shifts is not None:
-            rotations = [rotary.of_step(model_input) for rotary in self._rotaries]
+            by_rotary = [rotary.of_step(model_input) for rotary in self._rotaries]
         residual: torch.Tensor | None = None
         boundaries: dict[int, torch.Tensor] = {}
         last = len(self._layers) - 1
@@ -327,15 +313,8 @@ class Decoder(nn.Module):
             hidden, residual = layer.enter(hidden, residual)
             if i in self.aux_layer_ids:
                 boundaries[i] = residual
-            positions, rotary = rotations[self._rotary_of_layer[i]]
-            hidden, residual = layer(
-                hidden,
-                residual,
-                positions,
-                model_input.attention,
-                rotary,
-                rows if i == last else None,
-            )
+            inputs = by_rotary[self._rotary_of_layer[i]]
+            hidden, residual = layer(hidden, residual, inputs, rows if i == last else None)
             if images is not None:
                 residual = images.deepen(i, residual)
         assert residual is not None

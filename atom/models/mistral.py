@@ -7,10 +7,9 @@ from typing import ClassVar
 import torch
 
 from atom.config import ConfigError
-from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import RotaryEmbedding, Rotation
+from atom.model_ops.rotary import AttentionInputs, RotaryEmbedding
 from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.text_model import TextModel
 from atom.models.layers.windows import window_of_type
@@ -100,19 +99,13 @@ class Ministral3Attention(MistralAttention):
         super().__init__(config, layer_id, context, prefix)
         self._scale_by_position = context.ops.resolve("scale_by_position", context.dtype)
 
-    def forward(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> torch.Tensor:
+    def forward(self, x: Rows, inputs: AttentionInputs) -> torch.Tensor:
         """A rotation keeps factors, so they may come before it."""
-        if not isinstance(rotary, PlacedRotary):
-            return super().forward(x, positions, metadata, rotary)
+        if not isinstance(inputs.rotary, PlacedRotary):
+            return super().forward(x, inputs)
         q, k, v = self.qkv_proj.split(self.qkv_proj(x))
-        q = self._scale_by_position(q, positions, rotary.query_factors)
-        out: torch.Tensor = self.o_proj(self.attn(q, k, v, positions, metadata, rotary))
+        q = self._scale_by_position(q, inputs.positions, inputs.rotary.query_factors)
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v, inputs))
         return out
 
 

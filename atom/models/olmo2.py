@@ -7,12 +7,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import SplitRMSNorm, SummedRMSNorm
 from atom.model_ops.linear import kv_share, share_of
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import Rotation
+from atom.model_ops.rotary import AttentionInputs
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import (
@@ -76,12 +75,10 @@ class Olmo2DecoderLayer(LlamaDecoderLayer):
         self,
         x: Rows,
         residual: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        inputs: AttentionInputs,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attended = self.self_attn(x, positions, metadata, rotary)
+        attended = self.self_attn(x, inputs)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
         residual = self._add(self.post_self_attn_layernorm(attended), residual)

@@ -37,7 +37,7 @@ from atom.model_ops.kernels import probe
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.formats.fp8 import Fp8Config
 from atom.model_ops.quant.formats.table import parse_quantization
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import AttentionInputs, RotaryEmbedding
 from atom.models.llama import LlamaDecoderLayer
 from atom.models.moe.deepseek_v2 import DeepseekV3DecoderLayer
 
@@ -138,7 +138,7 @@ def launches(
         seen.names.clear()
         with torch.inference_mode(), seen:
             x, residual = layer.enter(step.hidden, step.hidden)
-            layer(x, residual, step.positions, step.metadata, rotary)
+            layer(x, residual, AttentionInputs(step.positions, step.metadata, rotary))
     return seen.names
 
 

@@ -17,7 +17,7 @@ from atom.model_ops.attention.metadata import CacheTensor, KVCacheTensor, Latent
 from atom.model_ops.attention.mha import Attention
 from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import AttentionInputs, RotaryEmbedding
 from atom.platform import cpu_platform
 
 CPU = torch.device("cpu")
@@ -130,7 +130,7 @@ def test_layers_of_different_shapes_attend_as_if_alone() -> None:
 
     def attend(layer: CachedAttention, rows: list[torch.Tensor]) -> torch.Tensor:
         rotary = RotaryEmbedding(LlamaConfig(), rows[0].shape[2], CONTEXT)
-        out: torch.Tensor = layer(*rows, torch.arange(7), metadata, rotary)
+        out: torch.Tensor = layer(*rows, AttentionInputs(torch.arange(7), metadata, rotary))
         return out
 
     inputs = [

@@ -18,7 +18,7 @@ from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import Implementation, OpTable, always
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import AttentionInputs, RotaryEmbedding
 from atom.platform import cpu_platform
 
 CPU = torch.device("cpu")
@@ -81,7 +81,8 @@ def run_heads(metadata: AttentionMetadata, context: LayerContext) -> torch.Tenso
     layer.bind_kv_cache(KVCacheTensor(*random(2, 64, BLOCK_SIZE, 2, 16, seed=1)))
     tokens = len(metadata.slot_mapping)
     q, (k, v) = random(tokens, 4, 16, seed=2), random(2, tokens, 2, 16, seed=3)
-    return layer(q, k, v, torch.arange(tokens) % 64, metadata, rotary_of(16, context))
+    positions, rotary = torch.arange(tokens) % 64, rotary_of(16, context)
+    return layer(q, k, v, AttentionInputs(positions, metadata, rotary))
 
 
 def run_latents(metadata: AttentionMetadata, context: LayerContext) -> torch.Tensor:
@@ -90,7 +91,8 @@ def run_latents(metadata: AttentionMetadata, context: LayerContext) -> torch.Ten
     tokens = len(metadata.slot_mapping)
     q, latent = random(tokens, 4, 20, seed=2), random(tokens, 24, seed=3)
     rows = q, latent, random(tokens, 8, seed=4), random(4, 24, 24, seed=5)
-    return layer(*rows, torch.arange(tokens) % 64, metadata, rotary_of(8, context))
+    positions, rotary = torch.arange(tokens) % 64, rotary_of(8, context)
+    return layer(*rows, AttentionInputs(positions, metadata, rotary))
 
 
 KINDS = {

@@ -19,7 +19,8 @@ from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.program import Arena, record
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.formats.online import OnlineConfig
-from atom.models import deepseek_v2
+from atom.model_ops.rotary import AttentionInputs
+from atom.models.moe import deepseek_v2
 from atom.platform import cpu_platform
 
 REASON = native_build().reason
@@ -79,7 +80,7 @@ def test_writing_latents_alone_writes_what_a_pass_writes(tmp_path: Path) -> None
     written = []
     for run in (attention, attention.write_kv):
         pool.zero_()
-        run(x, torch.arange(5), metadata, rotary)
+        run(x, AttentionInputs(torch.arange(5), metadata, rotary))
         written.append(pool.clone())
     assert torch.equal(*written)
     assert written[0].any()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from atom.model_ops.attention.metadata import AttentionMetadata, CacheTensor
+from atom.model_ops.attention.metadata import CacheTensor
 from atom.model_ops.attention.mha import Attention
 from atom.model_ops.attention.mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.rotary import Rotation
+from atom.model_ops.rotary import AttentionInputs
 
 
 class BlockAttention(Attention):
@@ -38,19 +38,13 @@ class BlockAttention(Attention):
         (self._decode,) = self._use_cache(cache, (self._op,))
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs
     ) -> torch.Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d], not rotated yet -> [T, heads * d]; at most 16
         rows a block.
         """
-        q = self._rotate_and_write(q, k, v, positions, metadata, rotary)
-        out = self._run(self._decode, q, metadata)
+        q = self._rotate_and_write(q, k, v, inputs)
+        out = self._run(self._decode, q, inputs.metadata)
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)
 
 
@@ -67,11 +61,9 @@ class BlockMLAAttention(MLAAttention):
         latent: torch.Tensor,
         k_rope: torch.Tensor,
         up_proj: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
         """As `MLAAttention.forward`; at most 16 rows a block."""
-        q = self._rotate_and_write(q, latent, k_rope, positions, metadata, rotary)
-        out: torch.Tensor = self._block(q, self.kv_cache, up_proj, metadata, self.scale)
+        q = self._rotate_and_write(q, latent, k_rope, inputs)
+        out: torch.Tensor = self._block(q, self.kv_cache, up_proj, inputs.metadata, self.scale)
         return out.reshape(q.shape[0], self.num_heads * self.v_head_dim)

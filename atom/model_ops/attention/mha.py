@@ -18,7 +18,7 @@ from atom.model_ops.attention.metadata import (
 from atom.model_ops.attention.mixed_batch import attend_by_length
 from atom.model_ops.attention.sinks import HeadSinks
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.rotary import Rotation
+from atom.model_ops.rotary import AttentionInputs
 
 
 class Attention(CachedAttention):
@@ -109,20 +109,13 @@ class Attention(CachedAttention):
         return {name: 1 for name, is_there in present.items() if is_there}
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs
     ) -> torch.Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d], not rotated yet -> [T, heads * d]."""
         if self._is_windowed:
-            assert metadata.windowed is not None
-            metadata = metadata.windowed
-        q = self._rotate_and_write(q, k, v, positions, metadata, rotary)
-        return self._attend(q, metadata)
+            inputs = inputs.windowed()
+        q = self._rotate_and_write(q, k, v, inputs)
+        return self._attend(q, inputs.metadata)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
@@ -151,38 +144,25 @@ class Attention(CachedAttention):
             out = op(q, *cache, self.softcap, None if self.sinks is None else self.sinks.weight)
         return out
 
-    def write(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> None:
         """Write the KV cache like `forward`, without attending."""
         # The rotation takes queries, too; one head of anything will do.
-        self._rotate_and_write(k[:, :1], k, v, positions, metadata, rotary)
+        self._rotate_and_write(k[:, :1], k, v, inputs)
 
     def _rotate_and_write(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs
     ) -> torch.Tensor:
         """Write the KV cache -> the rotated queries."""
         rotated: torch.Tensor = self._rope_and_cache(
-            positions,
+            inputs.positions,
             q,
             k,
             v,
-            rotary.cos_sin,
-            rotary.interleaved,
+            inputs.rotary.cos_sin,
+            inputs.rotary.interleaved,
             self.kv_cache,
-            metadata.slot_mapping,
-            rotary.rope,
+            inputs.metadata.slot_mapping,
+            inputs.rotary.rope,
             self._write,
         )
         return rotated

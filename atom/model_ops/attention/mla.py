@@ -20,7 +20,7 @@ from atom.model_ops.attention.mixed_batch import attend_by_length
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import share_of
 from atom.model_ops.quant.storage import Cut, Part
-from atom.model_ops.rotary import Rotation
+from atom.model_ops.rotary import AttentionInputs
 from atom.model_ops.stacked import DequantisedMatrix
 
 
@@ -111,19 +111,18 @@ class MLAAttention(CachedAttention):
         latent: torch.Tensor,
         k_rope: torch.Tensor,
         up_proj: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
         """q [T, heads, nope + rope], latent [T, rank], k_rope [T, rope], not rotated yet ->
         [T, heads * v].
 
         up_proj [heads, nope + v, rank] expands a latent into keys and values.
         """
+        metadata = inputs.metadata
         if metadata.max_seqlen_q <= MAX_DECODE_QUERIES:
-            out = self._decode_step(q, latent, k_rope, up_proj, positions, metadata, rotary)
+            out = self._decode_step(q, latent, k_rope, up_proj, inputs)
             return out.reshape(q.shape[0], self.num_heads * self.v_head_dim)
-        q = self._rotate_and_write(q, latent, k_rope, positions, metadata, rotary)
+        q = self._rotate_and_write(q, latent, k_rope, inputs)
 
         def attend(op: Any, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
             out: torch.Tensor = op(q, self.kv_cache, up_proj, metadata, self.scale)
@@ -138,59 +137,44 @@ class MLAAttention(CachedAttention):
         latent: torch.Tensor,
         k_rope: torch.Tensor,
         up_proj: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
         """`forward` where every sequence gets the decode op -> [T, heads, v]."""
         out: torch.Tensor = self._write_and_decode(
-            positions,
+            inputs.positions,
             q,
             latent,
             k_rope,
-            rotary.cos_sin,
-            rotary.interleaved,
+            inputs.rotary.cos_sin,
+            inputs.rotary.interleaved,
             self.kv_cache,
             up_proj,
-            metadata,
+            inputs.metadata,
             self.scale,
-            partial(self._rope_and_cache, rope=rotary.rope, write=self._write),
+            partial(self._rope_and_cache, rope=inputs.rotary.rope, write=self._write),
             self._decode,
         )
         return out
 
-    def write(
-        self,
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> None:
+    def write(self, latent: torch.Tensor, k_rope: torch.Tensor, inputs: AttentionInputs) -> None:
         """Write the KV cache like `forward`, without attending."""
         # The rotation takes queries, too; one head of anything will do.
-        self._rotate_and_write(k_rope[:, None], latent, k_rope, positions, metadata, rotary)
+        self._rotate_and_write(k_rope[:, None], latent, k_rope, inputs)
 
     def _rotate_and_write(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, inputs: AttentionInputs
     ) -> torch.Tensor:
         """Write the KV cache -> the rotated queries."""
         rotated: torch.Tensor = self._rope_and_cache(
-            positions,
+            inputs.positions,
             q,
             latent,
             k_rope,
-            rotary.cos_sin,
-            rotary.interleaved,
+            inputs.rotary.cos_sin,
+            inputs.rotary.interleaved,
             self.kv_cache,
-            metadata.slot_mapping,
-            rotary.rope,
+            inputs.metadata.slot_mapping,
+            inputs.rotary.rope,
             self._write,
         )
         return rotated

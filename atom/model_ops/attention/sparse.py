@@ -22,7 +22,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import LayerNorm
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.quant.rounding import Rows, unrounded
-from atom.model_ops.rotary import Rotation
+from atom.model_ops.rotary import AttentionInputs
 
 
 class SparseMLAAttention(MLAAttention):
@@ -41,15 +41,13 @@ class SparseMLAAttention(MLAAttention):
         latent: torch.Tensor,
         k_rope: torch.Tensor,
         up_proj: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
         """As `forward`, to the tokens that an `Indexer` has chosen."""
         if chosen is None:
-            out: torch.Tensor = self(q, latent, k_rope, up_proj, positions, metadata, rotary)
+            out: torch.Tensor = self(q, latent, k_rope, up_proj, inputs)
             return out
-        q = self._rotate_and_write(q, latent, k_rope, positions, metadata, rotary)
+        q = self._rotate_and_write(q, latent, k_rope, inputs)
         out = self._sparse(q, self._by_token, up_proj, chosen, self.scale)
         return out.reshape(q.shape[0], self.num_heads * self.v_head_dim)
 
@@ -150,12 +148,7 @@ class Indexer(CachedAttention):
         self._choose = self._context.ops.resolve("index_topk", *dtypes, **shape, **sizes)
 
     def forward(
-        self,
-        x: Rows,
-        low: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        self, x: Rows, low: torch.Tensor, inputs: AttentionInputs
     ) -> AttentionMetadata | None:
         """Write the keys of x [T, hidden], and choose what each token attends to.
 
@@ -166,11 +159,12 @@ class Indexer(CachedAttention):
             T sequences of one query, with the slots of the chosen tokens as blocks of one token;
             None where contexts are so short that all tokens are chosen.
         """
+        metadata = inputs.metadata
         if self._may_be_dense and metadata.max_context_len <= self.topk:
-            self.write(x, positions, metadata, rotary)
+            self.write(x, inputs)
             return None
-        q = self.wq_b(low).view(len(positions), self.num_heads, self.head_dim)
-        q = self._rotate_and_write(q, x, positions, metadata, rotary)
+        q = self.wq_b(low).view(len(inputs.positions), self.num_heads, self.head_dim)
+        q = self._rotate_and_write(q, x, inputs)
         weights = self.weights_proj(unrounded(x))
         slots, counts, starts = self._choose(q, weights, self.kv_cache, metadata, self.topk)
         return AttentionMetadata(
@@ -185,32 +179,25 @@ class Indexer(CachedAttention):
             context_lens_cpu=None,
         )
 
-    def write(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> None:
+    def write(self, x: Rows, inputs: AttentionInputs) -> None:
         """Write the keys of x [T, hidden] alone."""
-        self._rotate_and_write(None, x, positions, metadata, rotary)
+        self._rotate_and_write(None, x, inputs)
 
     def _rotate_and_write(
-        self,
-        q: torch.Tensor | None,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        self, q: torch.Tensor | None, x: Rows, inputs: AttentionInputs
     ) -> torch.Tensor:
         """Write the keys -> the rotated queries [T, heads, head_dim], if there are any."""
         key = self.k_norm(self.wk(unrounded(x)))[:, None]
         # The rotation takes queries, too.
         rotated: torch.Tensor
         rotated, key = self._rope(
-            positions, key if q is None else q, key, rotary.cos_sin, self._interleaved
+            inputs.positions,
+            key if q is None else q,
+            key,
+            inputs.rotary.cos_sin,
+            self._interleaved,
         )
         half = self.head_dim // 2
         key = key[:, 0]
-        self._write(key[:, :half], key[:, half:], self.kv_cache, metadata.slot_mapping)
+        self._write(key[:, :half], key[:, half:], self.kv_cache, inputs.metadata.slot_mapping)
         return rotated

@@ -11,7 +11,7 @@ from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
-from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.rotary import AttentionInputs, RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.block_draft.config import BlockDraftConfig
 from atom.models.block_draft.heads import CandidateSelector, ConfidenceHead, MarkovHead, PathHead
@@ -108,8 +108,9 @@ class BlockDraft(SharingDraft):
             states: [T, hidden], from `fuse`.
             positions: [T].
         """
+        inputs = AttentionInputs(positions, metadata, self.rotary)
         for layer in self._layers:
-            layer.self_attn.write_context(states, positions, metadata, self.rotary)
+            layer.self_attn.write_context(states, inputs)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -125,9 +126,10 @@ class BlockDraft(SharingDraft):
         hidden = self.embed(input_ids)
         if self.config.embedding_scale != 1:
             hidden = hidden * self.config.embedding_scale
+        inputs = AttentionInputs(positions, metadata, self.rotary)
         residual: torch.Tensor | None = None
         for layer in self._layers:
-            hidden, residual = layer(hidden, residual, positions, metadata, self.rotary)
+            hidden, residual = layer(hidden, residual, inputs)
         assert residual is not None
         normed, _ = self.norm.add(hidden, residual)
         return normed

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from atom.model_ops.attention.block import BlockAttention, BlockMLAAttention
-from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import (
@@ -15,7 +14,7 @@ from atom.model_ops.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from atom.model_ops.rotary import Rotation
+from atom.model_ops.rotary import AttentionInputs
 from atom.models.block_draft.config import BlockConv, BlockDraftConfig
 from atom.models.config.model_config import PretrainedConfig
 from atom.models.llama import LlamaMLP
@@ -47,28 +46,16 @@ class BlockDraftAttention(nn.Module):
             num_heads, self.kv_proj.num_kv_heads, dim, context, mask.window, mask.causal
         )
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         q = self.q_norm(self.q_proj(x).view(x.shape[0], -1, self.attn.head_dim))
         k, v = self._keys_and_values(x)
-        out: torch.Tensor = self.o_proj(self.attn(q, k, v, positions, metadata, rotary))
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v, inputs))
         return out
 
-    def write_context(
-        self,
-        states: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> None:
+    def write_context(self, states: torch.Tensor, inputs: AttentionInputs) -> None:
         """Write the keys and values of rows that the target computed, states [T, hidden]."""
         k, v = self._keys_and_values(states)
-        self.attn.write(k, v, positions, metadata, rotary)
+        self.attn.write(k, v, inputs)
 
     def _keys_and_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = self.kv_proj.split(self.kv_proj(x))
@@ -86,15 +73,9 @@ class LatentBlockAttention(DeepseekV2Attention):
     def latent_eps(config: PretrainedConfig) -> float:
         return float(config.rms_norm_eps)
 
-    def write_context(
-        self,
-        states: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> None:
+    def write_context(self, states: torch.Tensor, inputs: AttentionInputs) -> None:
         """Write the latents of rows that the target computed, states [T, hidden]."""
-        self.write_kv(states, positions, metadata, rotary)
+        self.write_kv(states, inputs)
 
 
 class ResidualConv(nn.Module):
@@ -164,12 +145,7 @@ class BlockDraftLayer(nn.Module):
             self.mlp_conv = ResidualConv(*args, f"{prefix}.mlp_conv")
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, inputs: AttentionInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """From what the layer below returned, or the embedding and None: this rank's part of a sum,
         and the residual, whose sum is the layer's output.
@@ -179,13 +155,13 @@ class BlockDraftLayer(nn.Module):
         else:
             x, residual = self.input_layernorm.add(hidden, residual)
         if self.attention_conv is None or self.mlp_conv is None:
-            attended = self.self_attn(x, positions, metadata, rotary)
+            attended = self.self_attn(x, inputs)
             fed, residual = self.post_attention_layernorm.feed(attended, residual)
             return self.mlp(fed), residual
         before, after = self.attention_conv.coefficients(x)
         x = self.attention_conv.apply_taps(before, x)
         # Linear, so it may be applied to each rank's part of the sum.
-        attended = self.self_attn(x, positions, metadata, rotary)
+        attended = self.self_attn(x, inputs)
         attended = self.attention_conv.apply_taps(after, attended)
         x, residual = self.post_attention_layernorm.add(attended, residual)
         before, after = self.mlp_conv.coefficients(x)

@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
+from atom.model_ops.attention.metadata import ModelInput
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
-from atom.model_ops.rotary import Rotation
+from atom.model_ops.rotary import AttentionInputs, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.parts import DraftParts
@@ -48,31 +48,21 @@ class Eagle3Layer(nn.Module):
         self.rotary = rotary
 
     def forward(
-        self,
-        embeds: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
+        self, embeds: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """embeds, hidden [T, hidden] -> this rank's part of a sum, and the residual, whose sum is
         the layer's output.
         """
         x, normed = self._normed(embeds, hidden)
         residual = normed if self.norm_before_residual else hidden
-        attended = self.self_attn(x, positions, metadata, self.rotary)
+        attended = self.self_attn(x, inputs)
         fed, residual = self.post_attention_layernorm.feed(attended, residual)
         return self.mlp(fed), residual
 
-    def write_kv(
-        self,
-        embeds: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> None:
+    def write_kv(self, embeds: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs) -> None:
         """Write the KV cache like `forward`, without computing its output."""
         x, _ = self._normed(embeds, hidden)
-        self.self_attn.write_kv(x, positions, metadata, self.rotary)
+        self.self_attn.write_kv(x, inputs)
 
     def _normed(
         self, embeds: torch.Tensor, hidden: torch.Tensor
@@ -180,34 +170,35 @@ class Eagle3Draft(SharingDraft):
         Returns:
             What the head reads, and what the next draft step does, both [T, hidden].
         """
-        positions, metadata, embeds = rows.positions, rows.attention, self.embed(rows.input_ids)
+        inputs = AttentionInputs(rows.positions, rows.attention, self.midlayer.rotary)
+        embeds = self.embed(rows.input_ids)
         if rows.images is not None:
             embeds = rows.images.fill(embeds)
-        x, residual = self.midlayer(embeds, hidden, positions, metadata)
+        x, residual = self.midlayer(embeds, hidden, inputs)
         for layer in self._deeper:
             x, residual = layer.enter(x, residual)
-            x, residual = layer(x, residual, positions, metadata, self.midlayer.rotary)
+            x, residual = layer(x, residual, inputs)
         normed, total = self.norm.add(x, residual)
         return normed, normed if self.config.norm_output else total
 
     def write_kv(self, rows: ModelInput, hidden: torch.Tensor) -> None:
         """Write the KV cache like `forward`; the last layer computes only keys and values."""
-        positions, metadata, rotary = rows.positions, rows.attention, self.midlayer.rotary
+        inputs = AttentionInputs(rows.positions, rows.attention, self.midlayer.rotary)
         embeds = self.embed(rows.input_ids)
         if rows.images is not None:
             embeds = rows.images.fill(embeds)
         if not self._deeper:
-            self.midlayer.write_kv(embeds, hidden, positions, metadata)
+            self.midlayer.write_kv(embeds, hidden, inputs)
             return
-        x, residual = self.midlayer(embeds, hidden, positions, metadata)
+        x, residual = self.midlayer(embeds, hidden, inputs)
         *between, last = self._deeper
         for layer in between:
             x, residual = layer.enter(x, residual)
-            x, residual = layer(x, residual, positions, metadata, rotary)
+            x, residual = layer(x, residual, inputs)
         x, _ = last.enter(x, residual)
         attention = last.self_attn
         assert isinstance(attention, LlamaAttention)
-        attention.write_kv(x, positions, metadata, rotary)
+        attention.write_kv(x, inputs)
 
     def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, draft_vocab_size] float32."""

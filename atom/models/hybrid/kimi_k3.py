@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from atom.config import ConfigError
-from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput, ModelOutput
+from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 from atom.model_ops.gates import SituGate
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm, Sublayer
@@ -31,7 +31,7 @@ from atom.model_ops.moe import FusedMoE, TopKRouter
 from atom.model_ops.quant.base import UnquantizedConfig
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rank_sums import resolve_plain_sum
-from atom.model_ops.rotary import Rotation
+from atom.model_ops.rotary import AttentionInputs
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.config.model_config import PretrainedConfig
 from atom.models.hybrid.kimi_linear import (
@@ -94,15 +94,9 @@ class KimiK3Attention(KimiLinearAttention):
     def reader(self) -> LinearBase | None:
         return None  # the gate is another one
 
-    def forward(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> torch.Tensor:
+    def forward(self, x: Rows, inputs: AttentionInputs) -> torch.Tensor:
         rows = self._project(x)
-        attended = self.attn(*rows, self.kv_b_proj.by_head(), positions, metadata, rotary)
+        attended = self.attn(*rows, self.kv_b_proj.by_head(), inputs)
         out: torch.Tensor = self.o_proj(self._mul_sigmoid(attended, self.g_proj(x)))
         return out
 
@@ -220,9 +214,7 @@ class KimiK3DecoderLayer(KimiLinearDecoderLayer):
         self,
         running: torch.Tensor,
         blocks: BlockSums,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
+        inputs: AttentionInputs,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """The running sum [T, hidden] before the layer -> after it, of `rows` [R] or of all; both
@@ -231,7 +223,7 @@ class KimiK3DecoderLayer(KimiLinearDecoderLayer):
         x = running
         if blocks.count:
             x = self.self_attention_res(blocks.closed, running)
-        attended = self._whole(self.self_attn(self.input_layernorm(x), positions, metadata, rotary))
+        attended = self._whole(self.self_attn(self.input_layernorm(x), inputs))
         if rows is not None:
             attended, running = attended[rows], running[rows]
             blocks.keep(rows)
@@ -303,20 +295,13 @@ class KimiK3Model(LlamaModel):
         boundaries = {}
         last = len(self._layers) - 1
         rows = None if last + 1 in self.aux_layer_ids else model_input.output_rows
-        rotations = [rotary.of_step(model_input) for rotary in self._rotaries]
+        by_rotary = [rotary.of_step(model_input) for rotary in self._rotaries]
         for i, layer in enumerate(self._layers):
             if i in self.aux_layer_ids:
                 boundaries[i] = running
             assert isinstance(layer, KimiK3DecoderLayer)
-            positions, rotary = rotations[self._rotary_of_layer[i]]
-            running = layer.add_to(
-                running,
-                blocks,
-                positions,
-                model_input.attention,
-                rotary,
-                rows if i == last else None,
-            )
+            inputs = by_rotary[self._rotary_of_layer[i]]
+            running = layer.add_to(running, blocks, inputs, rows if i == last else None)
         boundaries[last + 1] = running
         hidden = self.norm(self.output_attn_res(blocks.closed, running))
         if rows is not None:

@@ -8,7 +8,6 @@ import torch
 
 from atom.config import ConfigError
 from atom.model_ops.attention.delta_rule import DeltaGates, DeltaRule, GatedRMSNorm, ShortConv
-from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.linear import (
@@ -19,7 +18,7 @@ from atom.model_ops.linear import (
     share_of,
 )
 from atom.model_ops.quant.rounding import Rows, unrounded
-from atom.model_ops.rotary import NoRotation, RotaryEmbedding, Rotation
+from atom.model_ops.rotary import AttentionInputs, NoRotation, RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.layer_types import is_linear
@@ -95,13 +94,7 @@ class KimiDeltaAttention(Sublayer):
         gate: torch.Tensor = self.g_b_proj(self.g_a_proj(rows))
         return gate
 
-    def forward(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> torch.Tensor:
+    def forward(self, x: Rows, inputs: AttentionInputs) -> torch.Tensor:
         rows = unrounded(x)
         by_head = len(rows), self.num_heads, self.head_dim
         decay = self.f_b_proj(self.f_a_proj(rows)).view(by_head)
@@ -112,7 +105,7 @@ class KimiDeltaAttention(Sublayer):
             decay,
             self.b_proj(rows),
             self.gates,
-            metadata.states,
+            inputs.metadata.states,
         )
         out: torch.Tensor = self.o_proj(self.o_norm(attended, gate).view(len(rows), -1))
         return out

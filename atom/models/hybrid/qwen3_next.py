@@ -9,12 +9,11 @@ import torch
 
 from atom.config import ConfigError
 from atom.model_ops.attention.delta_rule import DeltaGates, DeltaRule, GatedRMSNorm, ShortConv
-from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Sublayer
 from atom.model_ops.linear import ColumnParallelLinear, RowParallelLinear, share_of
 from atom.model_ops.quant.rounding import Rows, unrounded
-from atom.model_ops.rotary import RotaryEmbedding, Rotation
+from atom.model_ops.rotary import AttentionInputs, RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.gated_attention import GatedAttention
@@ -107,15 +106,9 @@ class GatedDeltaNet(Sublayer):
         gate = z.reshape(tokens, -1, self.value_dim)
         return qkv, gate, a.reshape(tokens, -1), b.reshape(tokens, -1)
 
-    def forward(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> torch.Tensor:
+    def forward(self, x: Rows, inputs: AttentionInputs) -> torch.Tensor:
         qkv, gate, decay, beta = self.project(unrounded(x))
-        states = metadata.states
+        states = inputs.metadata.states
         attended = self.attn(qkv, self.conv1d, decay[..., None], beta, self.gates, states)
         normed = self.norm(attended, gate)
         out: torch.Tensor = self.out_proj(normed.view(len(qkv), -1))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import Rotation
+from atom.model_ops.rotary import AttentionInputs
 from atom.models.config.model_config import PretrainedConfig
 from atom.models.qwen3 import Qwen3Attention
 
@@ -27,16 +26,10 @@ class GatedAttention(Qwen3Attention):
     def sliding_window(config: PretrainedConfig, layer_id: int) -> int | None:
         return None
 
-    def forward(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> torch.Tensor:
+    def forward(self, x: Rows, inputs: AttentionInputs) -> torch.Tensor:
         gated, k, v = self.qkv_proj.split(self.qkv_proj(x))
         q, gate = self.prepare_queries(gated[:, ::2]), gated[:, 1::2].flatten(1).contiguous()
-        attended = self.attn(q, self.prepare_keys(k), v, positions, metadata, rotary)
+        attended = self.attn(q, self.prepare_keys(k), v, inputs)
         self._mul_sigmoid(attended.view(gate.shape), gate)
         out: torch.Tensor = self.o_proj(attended)
         return out

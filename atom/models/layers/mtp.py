@@ -23,14 +23,14 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
+from atom.model_ops.attention.metadata import ModelInput
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.quant.base import UnquantizedConfig
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import Rotation
+from atom.model_ops.rotary import AttentionInputs, Rotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.config.model_config import PretrainedConfig
 from atom.models.layers.one_plus_norms import OnePlusNorms, add_one_to_norms
@@ -83,13 +83,7 @@ class MTPTarget(LlamaForCausalLM):
 class WritesKV(Protocol):
     """An attention that can write the KV cache alone."""
 
-    def write_kv(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> None: ...
+    def write_kv(self, x: Rows, inputs: AttentionInputs) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ class MTPLayer(nn.Module):
         """T rows, and hidden [T, hidden] -> [T, hidden], after the norm before the head."""
         (decoder,) = self._decoder
         x, residual = decoder.enter(self._join(rows, hidden), None)
-        x, residual = decoder(x, residual, rows.positions, rows.attention, rotary)
+        x, residual = decoder(x, residual, AttentionInputs(rows.positions, rows.attention, rotary))
         post_norm, _ = self.shared_head.norm.add(x, residual)
         return post_norm
 
@@ -166,7 +160,7 @@ class MTPLayer(nn.Module):
         x, _ = decoder.enter(self._join(rows, hidden), None)
         attention = decoder.self_attn
         assert isinstance(attention, WritesKV)
-        attention.write_kv(x, rows.positions, rows.attention, rotary)
+        attention.write_kv(x, AttentionInputs(rows.positions, rows.attention, rotary))
 
     def _join(self, rows: ModelInput, hidden: torch.Tensor) -> torch.Tensor:
         """T rows, and [T, hidden] -> [T, hidden], the decoder layer's input."""

@@ -14,7 +14,6 @@ from typing import ClassVar
 import torch
 
 from atom.config import ConfigError
-from atom.model_ops.attention.metadata import AttentionMetadata
 from atom.model_ops.attention.mla import LatentUpProjection, MLAAttention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm, RMSNormPair, Sublayer
@@ -30,7 +29,7 @@ from atom.model_ops.moe import FusedMoE, TopKRouter, expert_methods
 from atom.model_ops.quant.base import are_alike
 from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rank_sums import SumInput
-from atom.model_ops.rotary import RotaryEmbedding, Rotation
+from atom.model_ops.rotary import AttentionInputs, RotaryEmbedding
 from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.config.model_config import PretrainedConfig
@@ -171,29 +170,17 @@ class DeepseekV2Attention(Sublayer):
         """The normed latents, and the rest, of [T, rank + rope]."""
         return self.kv_a_layernorm(down[:, : self.rank]), down[:, self.rank :]
 
-    def forward(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> torch.Tensor:
+    def forward(self, x: Rows, inputs: AttentionInputs) -> torch.Tensor:
         rows = self._project(x)
-        attended = self.attn(*rows, self.kv_b_proj.by_head(), positions, metadata, rotary)
+        attended = self.attn(*rows, self.kv_b_proj.by_head(), inputs)
         out: torch.Tensor = self.o_proj(attended)
         return out
 
-    def write_kv(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> None:
+    def write_kv(self, x: Rows, inputs: AttentionInputs) -> None:
         """Write the KV cache like `forward`, without computing its output."""
         name = "kv_a_proj_with_mqa"
         down = self.qkv_a_proj.multiply(x, name) if self.is_merged else self.kv_a_proj_with_mqa(x)
-        self.attn.write(*self._latents(down), positions, metadata, rotary)
+        self.attn.write(*self._latents(down), inputs)
 
 
 class DeepseekV2MoE(Sublayer):

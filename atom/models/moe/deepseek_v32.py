@@ -14,7 +14,7 @@ from atom.model_ops.attention.sparse import Indexer, SparseMLAAttention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import LinearBase
 from atom.model_ops.quant.rounding import Rows, unrounded
-from atom.model_ops.rotary import RotaryEmbedding, Rotation
+from atom.model_ops.rotary import AttentionInputs, RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.config.model_config import PretrainedConfig
 from atom.models.moe.deepseek_v2 import (
@@ -82,42 +82,29 @@ class DeepseekV32Attention(DeepseekV2Attention):
     def reader_of_queries(self) -> LinearBase | None:
         return None  # the indexer is another one
 
-    def forward(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> torch.Tensor:
+    def forward(self, x: Rows, inputs: AttentionInputs) -> torch.Tensor:
         low, latent, k_rope = self._project_down(x)
+        metadata = inputs.metadata
         chosen: AttentionMetadata | None
         if self.indexer is None:
             chosen = metadata.derive(_CHOSEN, _nothing_to_share)
         elif self._keeps_choice and metadata.draft_choice is not None:
             chosen = metadata.draft_choice
-            self.indexer.write(x, positions, metadata, rotary)
+            self.indexer.write(x, inputs)
         else:
-            chosen = self.indexer(x, unrounded(low), positions, metadata, rotary)
+            chosen = self.indexer(x, unrounded(low), inputs)
             if self.is_shared:
                 metadata.leave(_CHOSEN, chosen)
             if self._keeps_choice:
                 metadata.leave(DRAFT_CHOICE, chosen)
         rows = self._queries(low), latent, k_rope, self.kv_b_proj.by_head()
-        out: torch.Tensor = self.o_proj(
-            self.attn.attend_to(chosen, *rows, positions, metadata, rotary)
-        )
+        out: torch.Tensor = self.o_proj(self.attn.attend_to(chosen, *rows, inputs))
         return out
 
-    def write_kv(
-        self,
-        x: Rows,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotary: Rotation,
-    ) -> None:
-        super().write_kv(x, positions, metadata, rotary)
+    def write_kv(self, x: Rows, inputs: AttentionInputs) -> None:
+        super().write_kv(x, inputs)
         if self.indexer is not None:
-            self.indexer.write(x, positions, metadata, rotary)
+            self.indexer.write(x, inputs)
 
 
 class DeepseekV32DecoderLayer(TypedDecoderLayer):

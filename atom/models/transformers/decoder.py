@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
+from atom.model_ops.attention.metadata import ModelInput
 from atom.model_ops.attention.mha import Attention
 from atom.model_ops.kernels.torch.elementwise import Rope
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import Reader, ResidualRMSNorm, RMSNorm, Sublayer
 from atom.model_ops.linear import LinearBase, by_head
 from atom.model_ops.quant.rounding import Rows
-from atom.model_ops.rotary import Rotation
+from atom.model_ops.rotary import AttentionInputs
 from atom.models.llama import Decoder, DecoderLayer
 from atom.models.transformers.attention import PlainAttention
 from atom.models.transformers.layers import Embedding, GatedMLP, Head, Linear
@@ -61,13 +61,11 @@ class PlainAttentionSublayer(Sublayer):
     def reader(self) -> LinearBase:
         return self._parts[0]
 
-    def forward(
-        self, x: Rows, positions: torch.Tensor, metadata: AttentionMetadata, rotary: Rotation
-    ) -> torch.Tensor:
+    def forward(self, x: Rows, inputs: AttentionInputs) -> torch.Tensor:
         """[T, hidden] -> this rank's part of a sum [T, hidden]."""
         qkv_proj, attention, o_proj = self._parts
         q, k, v = by_head(qkv_proj(x), attention.head_dim, self._heads)
-        out: torch.Tensor = o_proj(attention(q, k, v, positions, metadata, rotary))
+        out: torch.Tensor = o_proj(attention(q, k, v, inputs))
         return out
 
 
@@ -97,9 +95,9 @@ class RotationTable:
     interleaved: bool
     rope: Rope
 
-    def of_step(self, model_input: ModelInput) -> tuple[torch.Tensor, Rotation]:
+    def of_step(self, model_input: ModelInput) -> AttentionInputs:
         """By which row of which table each of a step's tokens rotates."""
-        return model_input.positions, self
+        return AttentionInputs(model_input.positions, model_input.attention, self)
 
 
 class FoundLayer(DecoderLayer):

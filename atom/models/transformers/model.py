@@ -23,7 +23,7 @@ from atom.model_ops.embedding import (
 from atom.model_ops.kernels.torch.elementwise import Rope
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
-from atom.model_ops.rotary import StepRotation
+from atom.model_ops.rotary import AttentionInputs, StepRotation
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
 from atom.models.transformers.attention import replace_attentions
@@ -262,7 +262,7 @@ class _Paged:
         self._metadata = metadata
         self._rope = rope
         # By the cosines that layers share, which are kept so that no others get their id.
-        self._rotations: dict[int, tuple[torch.Tensor, torch.Tensor, StepRotation]] = {}
+        self._rotations: dict[int, tuple[torch.Tensor, AttentionInputs]] = {}
 
     def attend(
         self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: LayerCall
@@ -284,11 +284,11 @@ class _Paged:
             half = cos.shape[2] // 2
             table = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float()
             rotation = StepRotation(table, False, self._rope)
-            known = self._rotations[id(cos)] = cos, rows, rotation
+            inputs = AttentionInputs(rows, self._metadata, rotation)
+            known = self._rotations[id(cos)] = cos, inputs
         attention = self._layers[layer]
         q, k, v = (x.view(x.shape[0], -1, attention.head_dim) for x in qkv)
-        _, rows, rotation = known
-        return attention.forward(q, k, v, rows, self._metadata, rotation)
+        return attention.forward(q, k, v, known[1])
 
 
 def _attention(layer: LayerFacts, context: LayerContext) -> Attention:

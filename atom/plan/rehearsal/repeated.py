@@ -66,7 +66,7 @@ class RepeatedLayers:
 
     def _forward(self, forward: Callable[..., Any], kind: object, *args: Any) -> Any:
         """Args: as `LlamaDecoderLayer.forward`."""
-        x, residual, positions, metadata, rotary, *rows = args
+        x, residual, (positions, metadata, rotary), *rows = args
         step = self._step
         if step is None or step.metadata() is not metadata:
             step = self._step = _Step(weakref.ref(metadata))
