@@ -30,12 +30,11 @@ class Layer(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: Metadata,
-        rotary: object,
+        inputs: tuple[torch.Tensor, Metadata, object],
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls += 1
+        positions, metadata, _ = inputs
         if metadata.shared is None:
             metadata.shared = positions + 1
         if rows is not None:
@@ -58,7 +57,7 @@ def steps(meter: Meter, layers: list[Layer]) -> list[tuple[int, int, int]]:
                 for layer in layers:
                     last = rows if layer is layers[-1] else None
                     kept.append(carried)  # noqa: B023
-                    hidden, carried = layer(hidden, carried, x, metadata, None, last)  # noqa: B023
+                    hidden, carried = layer(hidden, carried, (x, metadata, None), last)  # noqa: B023
 
             before = meter.launches.total
             peak = meter.peak_of(work)
