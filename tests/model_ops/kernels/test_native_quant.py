@@ -167,6 +167,7 @@ def test_products_are_exact_and_the_same_in_every_batch(name: str, how: str) -> 
         with_inputs(INT4, "wide"),
         with_inputs(INT8, "wide"),
         with_inputs(ROW, "wide"),
+        with_inputs(FORMATS["int4 rows"], "wide"),
     ],
     ids=str,
 )

@@ -53,12 +53,13 @@ inline QuantInputs inputs_of(const void* x, int64_t x_stride, const PackedTensor
           s.input_group, fixed_scale, excess_of(w, s.input_kind), tile_rows};
 }
 
-// Whether so many rows of T are faster with tiles: their sums leave once a span.
+// Whether so many rows of T are faster with tiles: their sums leave once a span, and codes of 4 bits become
+// tiles first. Vectors read the weights of fewer rows as quickly as memory has them.
 template <class T>
 bool takes_tiles(const PackedSizes& s, int64_t rows) {
   const bool wide = is_wide(s.input_kind);
   if (s.input_kind == Inputs::kNumbers && !std::is_same_v<T, bfloat16>) return false;
-  int64_t least = wide ? 1 : 12;
+  int64_t least = s.input_kind == Inputs::kInt12 ? 10 : wide ? 5 : 12;
   if (s.span <= 64) least = s.input_kind == Inputs::kInt12 ? 16 : 28;
   if (wide && s.span <= line_inputs(s.input_kind) && rows <= kTileSide) {
     least = s.input_kind == Inputs::kInt12 ? 6 : s.span < 32 ? 13 : 5;

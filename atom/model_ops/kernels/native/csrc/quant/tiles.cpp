@@ -22,41 +22,37 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// The four products of two tiles of rows with two panels over `steps` times `depth` bytes. x: tiles with
-// rows `stride` apart, each `next` behind the last.
-template <class C, Inputs kKind>
-ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride, int64_t next,
+// The products of T tiles of rows with two panels over `steps` times `depth` bytes. x: tiles with rows
+// `stride` apart, each `next` behind the last. Before a step's weights are read, `fetch` is called with
+// where they begin in a panel and how many bytes they are.
+template <class C, Inputs kKind, int T, class Fetch>
+ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[T], int64_t stride, int64_t next,
                                 const uint8_t* const (&w)[2], int64_t steps, int64_t depth,
-                                TileSums<4>& sums) {
-  amx::zero<0>();
-  amx::zero<1>();
-  amx::zero<2>();
-  amx::zero<3>();
+                                const Fetch& fetch, TileSums<2 * T>& sums) {
+  amx::unrolled<2 * T>([](auto i) { amx::zero<i>(); });
   for (int64_t step = 0; step < steps; ++step) {
     const int64_t at = step * depth * kSide;
+    fetch(at, depth * kSide);
     amx::load<4>(x[0] + step * next, stride);
     amx::load<6>(w[0] + at, kLineBytes);
     amx::load<7>(w[1] + at, kLineBytes);
-    amx::load<5>(x[1] + step * next, stride);
-    multiply_tile<C, kKind, 0, 4, 6>();
-    multiply_tile<C, kKind, 1, 4, 7>();
-    multiply_tile<C, kKind, 2, 5, 6>();
-    multiply_tile<C, kKind, 3, 5, 7>();
+    if constexpr (T == 2) amx::load<5>(x[1] + step * next, stride);
+    amx::unrolled<T>([](auto t) {
+      multiply_tile<C, kKind, 2 * t, 4 + t, 6>();
+      multiply_tile<C, kKind, 2 * t + 1, 4 + t, 7>();
+    });
   }
-  amx::store<0>(sums.of[0], kLineBytes);
-  amx::store<1>(sums.of[1], kLineBytes);
-  amx::store<2>(sums.of[2], kLineBytes);
-  amx::store<3>(sums.of[3], kLineBytes);
+  amx::unrolled<2 * T>([&](auto i) { amx::store<i>(sums.of[i], kLineBytes); });
 }
 
 // Adds one span's products of a block of rows with a panel to their totals, which lie 32 apart.
-template <class C, Inputs kKind>
-void add_products(const TileSums<4>& sums, int64_t tile_rows, int64_t half, int64_t rows,
+template <class C, Inputs kKind, int kTiles>
+void add_products(const TileSums<kTiles>& sums, int64_t tile_rows, int64_t half, int64_t rows,
                   const Factors& factors, const Span* x, int64_t spans, bool has_shift, float* totals) {
   for (int64_t m = 0; m < rows; ++m) {
     const Span& inputs = x[m * spans];
     const vfloat products =
-        sums.products<C, kKind>(m / tile_rows * 2 + half, m % tile_rows, tile_rows, inputs);
+        sums.template products<C, kKind>(m / tile_rows * 2 + half, m % tile_rows, tile_rows, inputs);
     float* total = totals + m * 2 * kSide;
     store(total, add_span<kKind>(load(total), products, factors, inputs, has_shift));
   }
@@ -94,13 +90,9 @@ void multiply_short(const QuantMatrix& w, int64_t panel, const QuantRows& x, int
   multiply_step<C, kKind, kSide, 1>(w, panel, x, rows, out);
 }
 
-template <class C, Inputs kKind>
-void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
-  if constexpr (is_wide(kKind)) {
-    if (x.span <= line_inputs(kKind) && x.span < w.inputs) {
-      return multiply_short<C, kKind>(w, panel, x, rows, out);
-    }
-  }
+// With spans of several steps, T tiles of rows at a time.
+template <class C, Inputs kKind, int T>
+void multiply_long(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
   static thread_local Scratch scratch;
   const int64_t panel_bytes = w.inputs * kSide * element_bytes(x);
   const int64_t panels[2] = {panel, std::min(panel + 1, w.panels() - 1)};
@@ -120,22 +112,35 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
   const int64_t side = kWide ? x.tile_rows : kSide;
   const int64_t next = kWide || kPaired ? tile_lines_of(kKind, x.tile_rows) * kLineBytes : depth;
   std::fill(out, out + rows * 2 * kSide, 0.0f);
-  TileSums<4> sums[2];
+  TileSums<2 * T> sums[2];
   // Wide inputs are long rows of few spans: a span's weights stay in the first cache.
-  const int64_t block = 2 * side;
+  const int64_t block = T * side;
   const int64_t blocks = (rows + block - 1) / block, parts = blocks * spans;
   const auto row_of = [&](int64_t part) { return (kWide ? part % blocks : part / spans) * block; };
   const auto span_of = [&](int64_t part) { return kWide ? part / blocks : part % spans; };
+  // The only pass over codes fetches what is near behind them, at the end of the panels the next two.
+  constexpr int64_t kNearBytes = 4096;
+  const bool fetches = kAreTiles<C, kKind> && blocks == 1;
   // The tiles of a part run beside what is left to do for the part before.
   for (int64_t part = 0; part <= parts; ++part) {
     if (part < parts) {
       const int64_t row = row_of(part), at = span_of(part) * span_bytes;
       const int64_t from = kWide || kPaired ? at / kLineBytes * next + at % kLineBytes : at;
-      const auto* first = static_cast<const uint8_t*>(x.inputs) + row * row_bytes + from;
-      const uint8_t* second = row + side < rows ? first + side * row_bytes : first;
-      const uint8_t* const inputs[2] = {first, second};
+      const uint8_t* inputs[T];
+      inputs[0] = static_cast<const uint8_t*>(x.inputs) + row * row_bytes + from;
+      if constexpr (T == 2) inputs[1] = inputs[0] + (row + side < rows ? side * row_bytes : 0);
       const uint8_t* const of[2] = {codes[0] + at * kSide, codes[1] + at * kSide};
-      multiply_tiles<C, kKind>(inputs, stride, next, of, span_bytes / depth, depth, sums[part % 2]);
+      const auto fetch = [&](int64_t done, int64_t count) {
+        if (!fetches) return;
+        const int64_t near = at * kSide + done + kNearBytes;
+        const uint8_t* ahead = codes[0] + near + (near < w.panel_bytes() ? 0 : w.panel_bytes());
+        for (int64_t i = 0; i < count; i += 64, ahead += 64) {
+          __builtin_prefetch(ahead);
+          __builtin_prefetch(ahead + w.panel_bytes());
+        }
+      };
+      multiply_tiles<C, kKind, T>(inputs, stride, next, of, span_bytes / depth, depth, fetch,
+                                  sums[part % 2]);
     }
     for (int64_t half = 0; half < 2 && part > 0; ++half) {
       const int64_t row = row_of(part - 1), span = span_of(part - 1);
@@ -152,6 +157,17 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
       store(at, load(at) * scale);
     }
   }
+}
+
+template <class C, Inputs kKind>
+void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
+  if constexpr (is_wide(kKind)) {
+    if (x.span <= line_inputs(kKind) && x.span < w.inputs) {
+      return multiply_short<C, kKind>(w, panel, x, rows, out);
+    }
+    if (rows <= x.tile_rows) return multiply_long<C, kKind, 1>(w, panel, x, rows, out);
+  }
+  multiply_long<C, kKind, 2>(w, panel, x, rows, out);
 }
 
 template <class C>
