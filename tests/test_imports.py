@@ -180,31 +180,31 @@ def is_in(module: str, packages: tuple[str, ...]) -> bool:
 
 
 @cache
-def rooms_in_order() -> list[str]:
-    """The rooms of docs/architecture.md, from the top down."""
+def packages_in_order() -> list[str]:
+    """The packages of docs/architecture.md, from the top down."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = text.split("| room | holds |", 1)[1].split("\n\n", 1)[0]
+    table = text.split("| package | holds |", 1)[1].split("\n\n", 1)[0]
     return [line.split("`")[1].removesuffix(".py") for line in table.splitlines() if "`" in line]
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(ROOT / "atom").with_suffix("").parts[0]
 
 
-def test_every_room_stands_in_the_documentation() -> None:
-    rooms = {room_of(path) for path in PACKAGE_FILES} - {"__init__"}
-    assert rooms == set(rooms_in_order())
+def test_every_package_stands_in_the_documentation() -> None:
+    packages = {package_of(path) for path in PACKAGE_FILES} - {"__init__"}
+    assert packages == set(packages_in_order())
 
 
 def test_imports_go_down() -> None:
-    """A room imports itself and rooms below it; only `import atom` itself may name any."""
-    rooms = rooms_in_order()
+    """A package imports itself and those below it; only `import atom` itself may name any."""
+    packages = packages_in_order()
     wrong = []
     for path in PACKAGE_FILES:
         if path == ROOT / "atom" / "__init__.py":
             continue
-        above = rooms[: rooms.index(room_of(path))]
-        upper = tuple(f"atom.{room}" for room in above)
+        above = packages[: packages.index(package_of(path))]
+        upper = tuple(f"atom.{package}" for package in above)
         wrong += [
             f"{name_of(path)} imports {module}"
             for module in found_in(path).imported
