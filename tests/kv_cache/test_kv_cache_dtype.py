@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models.checkpoints import prompt
+from one_thread import one_thread  # noqa: F401  # a fixture
 from spec_decode import engines
 from spec_decode.engines import Folders, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
@@ -36,14 +37,6 @@ from atom.platform import cpu_platform
 PAIRS = [("llama", "mha"), ("deepseek_v3", "mla"), ("deepseek_v3", "mtp")]
 SHARED = prompt(21, seed=5)
 PROMPTS = [[*SHARED[:n], *prompt(9, seed=n)] for n in (8, 16, 17, 20)] + [SHARED, SHARED[:12]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 FLAVOURS = ("e4m3fn", "e4m3fnuz")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from one_thread import one_thread  # noqa: F401  # a fixture
 
 from atom.model_ops.attention.metadata import SamplingMetadata
 from atom.model_ops.kernels.native.build import native_build
@@ -28,14 +28,6 @@ FILTERS: list[set[str]] = [
     {"min_p", "top_p"},
     {"min_p", "top_k", "top_p"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def options_of(

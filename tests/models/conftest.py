@@ -1,16 +1,5 @@
-"""One thread: on tensors this small more of them only wait for each other."""
+"""What the tests of models share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from one_thread import one_thread  # noqa: F401  # a fixture

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from one_thread import one_thread  # noqa: F401  # a fixture
 from spec_decode.draft_bench import HIDDEN, NUM_LAYERS, VOCAB
 from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
 
@@ -17,15 +18,6 @@ from atom.models.registry import create_model
 from atom.platform import cpu_platform
 
 Target = tuple[CausalLM, ModelSource]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small lose to the hand-over between threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def create_target(config: PretrainedConfig, folder: Path) -> Target:

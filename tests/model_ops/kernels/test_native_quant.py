@@ -5,12 +5,12 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from one_thread import one_thread  # noqa: F401  # a fixture
 
 from atom.model_ops.kernels.native.bindings import constant
 from atom.model_ops.kernels.native.build import SOURCE_DIR, native_build
@@ -61,14 +61,6 @@ def with_inputs(form: WeightFormat, how: str) -> WeightFormat:
 
 
 CASES = [(name, how) for name in FORMATS for how in INPUTS]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def weights(
