@@ -109,7 +109,7 @@ AREAS = (
             "atom/spec_decode/suffix_*.py",
             "atom/spec_decode/eagle3_draft_builder.py",
             "atom/spec_decode/proposers/*.py",
-            "atom/model_engine/step/next_step.py",
+            "atom/model_engine/step/carried.py",
         ],
         [
             "spec_decode/test_chain.py",

@@ -25,8 +25,8 @@ from atom.messages import EngineLimits, EngineRequest
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.step.carried import CarriedRows
 from atom.model_engine.step.input_builder import InputBuilder, runs_op_by_op
-from atom.model_engine.step.next_step import CarriedRows
 from atom.model_engine.step.step_runner import StepRunner
 from atom.model_ops.attention.metadata import ModelInput, ModelOutput, SamplingMetadata
 from atom.sampling.ops import SamplingOps

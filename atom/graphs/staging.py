@@ -30,6 +30,7 @@ class StagingBuffer:
 
     Attributes:
         host: the host memory.
+        is_full: whether some of the step's numbers found no room.
 
     Args:
         num_bytes: capacity. What `put` cannot fit is uploaded separately.
@@ -49,12 +50,14 @@ class StagingBuffer:
         if device.type == "cuda":
             self._was_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._used = 0
+        self.is_full = False
 
     def restart(self) -> None:
         """Begin a step: release all reservations."""
         if self._was_read is not None:
             self._was_read.synchronize()
         self._used = 0
+        self.is_full = False
 
     def reserve(
         self, size: int, dtype: torch.dtype = torch.int64
@@ -77,6 +80,7 @@ class StagingBuffer:
         size = values.size
         start = self._claim(size, dtype)
         if start is None:
+            self.is_full = True
             whole = torch.from_numpy(np.ascontiguousarray(values, dtype=_DTYPES[dtype]))
             return upload(whole, self.device)
         self._host_views[dtype][start : start + size] = values.ravel()
@@ -105,12 +109,10 @@ class StagingBuffer:
         self._used = len(words)
         self._host_views[torch.int64][: self._used] = words
 
-    def host_array(self, sent: torch.Tensor) -> np.ndarray | None:
-        """The host array, of one dimension, behind a device tensor; None if it has none here."""
-        start, rest = divmod(sent.data_ptr() - self._sent.data_ptr(), sent.element_size())
-        view = self._host_views[sent.dtype]
-        inside = not rest and 0 <= start <= len(view) - sent.numel()
-        return view[start : start + sent.numel()] if inside else None
+    def host_array(self, sent: torch.Tensor) -> np.ndarray:
+        """The host array, of one dimension, behind a device tensor of the step."""
+        start = (sent.data_ptr() - self._sent.data_ptr()) // sent.element_size()
+        return self._host_views[sent.dtype][start : start + sent.numel()]
 
     def _claim(self, size: int, dtype: torch.dtype) -> int | None:
         """Reserve `size` numbers; returns the first index, in units of `dtype`; None if full."""

@@ -165,8 +165,13 @@ class SamplePlan:
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What a plain plan reads."""
+        return self.logits_indices, self.table, self.rows, *self.repeated
+
+    @property
+    def repeated(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """What differs between steps of the same layout: drafts, positions, synthetic counts."""
         synthetic = None if self.synthetic is None else self.synthetic.counts
-        return self.logits_indices, self.table, self.drafts, self.rows, self.positions, synthetic
+        return self.drafts, self.positions, synthetic
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import add
 
 import numpy as np
 import torch
 
 from atom.batch import ScheduledSequence
-from atom.graphs.runner import FitOp
+from atom.graphs.runner import GraphKey
 from atom.graphs.staging import StagingBuffer
-from atom.model_ops.attention.metadata import ModelInput
+from atom.kv_cache.block_tables import BlockTables
+from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
 from atom.model_ops.kernels.torch.gather import take_inputs
 
 # The op `take_inputs`.
@@ -22,52 +22,79 @@ TakeOp = Callable[
 ]
 
 
-class BatchShape:
+class StepLayout:
     """Which rows of a step the tokens of a batch get.
 
     In a graph all sequences have as many rows: those behind a sequence's tokens are padding. Of
-    sequences in rows 5 and 2 with tokens a (at position 9) and b0 b1 (at 3 and 4), op by op
-    `token_rows` is [0, 1, 2] and `ends` [1, 3]; in a graph for queries of 2 the rows are
-    [a, -, b0, b1], `token_rows` [0, 2, 3] and `ends` [1, 4]. `positions` is [9, 3, 4] and `owners`
-    [5, 2, 2] in both.
+    sequences in rows 5 and 2 with tokens a and b0 b1, op by op `token_rows` is [0, 1, 2] and `ends`
+    [1, 3]; in a graph for queries of 2 the rows are [a, -, b0, b1], `token_rows` [0, 2, 3] and
+    `ends` [1, 4]. `owners` is [0, 1, 1] and `offsets` [0, 0, 1] in both.
 
     Attributes:
         graph: the graph to replay, or None.
         is_captured: whether there is one.
         buffer_size: rows and sequences of the buffers: T and B, or those of the graph.
-        lens, context_lens: [B], padding included.
+        query_lens: [B], padding included.
         num_rows: T, the sum of these lengths.
-        longest_query, longest_context: the largest of them, or an upper bound.
+        longest_query: the largest of them, or an upper bound.
         rows: [B], the sequences' rows in the tables.
         ends: [B], the row after each sequence's last token.
-        token_rows, positions, owners: of each token, its row of T, its position, and its sequence's
-            row in the tables.
+        token_rows, owners, offsets: of each of N tokens, its row of T, which of the B sequences it
+            belongs to, and its place among that one's tokens.
     """
 
-    def __init__(self, sequences: Sequence[ScheduledSequence], fit: FitOp, ragged_len: int) -> None:
+    def __init__(
+        self, sequences: Sequence[ScheduledSequence], graph: GraphKey | None, ragged_len: int
+    ) -> None:
         lens = [len(s.token_ids) for s in sequences]
-        starts = [s.start for s in sequences]
-        count, self.longest_query = len(sequences), max(lens)
-        self.graph = fit(count, self.longest_query, max(starts))
-        num_tokens = np.array(lens)
-        self.is_captured, self.buffer_size = False, (sum(lens), count)
-        if self.graph is not None:
-            self.longest_query = self.graph.query_len
-            lens = [self.longest_query] * count
-            self.is_captured, self.buffer_size = True, (self.graph.num_rows, self.graph.batch_size)
+        num_tokens, count = np.array(lens), len(lens)
+        self.graph, self.is_captured = graph, graph is not None
+        self.longest_query, self.buffer_size = max(lens), (sum(lens), count)
+        if graph is not None:
+            self.longest_query, self.buffer_size = (
+                graph.query_len,
+                (graph.num_rows, graph.batch_size),
+            )
+            lens = [graph.query_len] * count
         elif min(lens) != self.longest_query:
             self.longest_query = max(self.longest_query, ragged_len)
-        self.lens, self.num_sequences, self.num_rows = lens, count, sum(lens)
-        self.context_lens = list(map(add, starts, lens))
-        self.longest_context = max(self.context_lens)
+        self.query_lens, self.num_sequences, self.num_rows = tuple(lens), count, sum(lens)
         self.rows = np.array([s.row for s in sequences])
         begins = np.cumsum(lens) - lens
         self.ends = begins + num_tokens
+        self.owners = np.repeat(np.arange(count), num_tokens)
         first = np.cumsum(num_tokens) - num_tokens
-        within = np.arange(num_tokens.sum()) - np.repeat(first, num_tokens)
-        self.token_rows = within + np.repeat(begins, num_tokens)
-        self.positions = within + np.repeat(np.array(starts), num_tokens)
-        self.owners = np.repeat(self.rows, num_tokens)
+        self.offsets = np.arange(len(self.owners)) - first[self.owners]
+        self.token_rows = begins[self.owners] + self.offsets
+        self._table_rows = self.rows[self.owners]
+        self._lens = np.array(lens)
+
+    def fill(
+        self,
+        buffers: InputBuffers,
+        sequences: Sequence[ScheduledSequence],
+        starts: np.ndarray,
+        tables: BlockTables,
+        block_size: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Write what differs between steps of this layout.
+
+        Args:
+            starts: [B], the positions of the sequences' first tokens.
+
+        Returns:
+            The N tokens and their positions.
+        """
+        count = self.num_sequences
+        where = self.token_rows if self.is_captured else slice(None)
+        tokens = np.array([token for s in sequences for token in s.token_ids])
+        positions = starts[self.owners] + self.offsets
+        buffers.input_ids[where] = tokens
+        buffers.positions[where] = positions
+        buffers.slots[where] = tables.slots_at(self._table_rows, positions, block_size)
+        buffers.context_lens[:count] = starts + self._lens
+        buffers.block_counts[:count] = [s.num_blocks for s in sequences]
+        return tokens, positions
 
 
 class InputBuffers:
@@ -104,6 +131,7 @@ class InputBuffers:
         self.starts, self.starts_dev = staging.reserve(num_sequences + 1, torch.int32)
         padded = num_sequences if captured else 0
         self.padding, self.padding_dev = staging.reserve(padded, torch.int32)
+        self._drafts, self._captured, self._mrope = drafts, captured, mrope
 
     def pad(self, query_len: int, token_rows: np.ndarray, padding_row: int) -> None:
         """Fill everything with padding: sequences with slot -1 (no KV write) and a context of
@@ -128,6 +156,39 @@ class InputBuffers:
         self.context_lens[:] = query_len
         self.padding[:] = query_len - 1
         self.starts[:] = np.arange(len(self.starts)) * query_len
+
+    def model_input(
+        self,
+        query_lens: tuple[int, ...],
+        longest_query: int,
+        block_tables: torch.Tensor,
+        max_context_len: int,
+    ) -> ModelInput:
+        """The input of the first sequences, as long as these; their contexts are unknown."""
+        tokens, count = sum(query_lens), len(query_lens)
+        has_padding = self._captured and longest_query > 1
+        return ModelInput(
+            self.input_ids_dev[:tokens],
+            self.positions_dev[:tokens],
+            AttentionMetadata(
+                slot_mapping=self.slots_dev[:tokens],
+                block_tables=block_tables,
+                block_counts=self.block_counts_dev[:count],
+                context_lens=self.context_lens_dev[:count],
+                cu_seqlens_q=self.starts_dev[: count + 1],
+                max_seqlen_q=longest_query,
+                max_context_len=max_context_len,
+                query_lens_cpu=query_lens,
+                context_lens_cpu=None,
+                padding_lens=self.padding_dev[:count] if has_padding else None,
+                state_rows=self.state_rows_dev[:count],
+            ),
+            mrope_shifts=self.shifts_dev[:tokens] if self._mrope else None,
+        )
+
+    def next_token_ids(self, num_rows: int) -> torch.Tensor | None:
+        """[T] int64, of the first rows; None where they are not wanted."""
+        return self.successors_dev[:num_rows] if self._drafts else None
 
 
 @dataclass(frozen=True)

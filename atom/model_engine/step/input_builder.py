@@ -1,4 +1,8 @@
-"""Builds a step's device inputs from a scheduled batch, with one host-to-device copy."""
+"""Builds a step's device inputs from a scheduled batch, with one host-to-device copy.
+
+Most steps give the same sequences the same numbers of tokens as an earlier one. Only tokens,
+positions and places in the KV cache differ then; all else is as it was laid out before.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +20,10 @@ from atom.graphs.recorded import Recording
 from atom.graphs.runner import FitOp, GraphKey
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables, GraphTables, StepTables, StepTablesInPlace
-from atom.model_engine.step.input_buffers import BatchShape, GraphInput, InputBuffers, TakeOp
-from atom.model_engine.step.next_step import (
-    CarriedPlan,
-    NothingCarried,
-    StepLayout,
-    StepLayoutCache,
-    layout_of,
-)
+from atom.model_engine.step.carried import NOTHING_CARRIED, CarriedPlan, NothingCarried
+from atom.model_engine.step.input_buffers import GraphInput, InputBuffers, StepLayout, TakeOp
 from atom.model_engine.step.step_images import NO_ROWS, NoImages, RowsOfImages
-from atom.model_ops.attention.metadata import (
-    MAX_DECODE_QUERIES,
-    AttentionMetadata,
-    ModelInput,
-    changed,
-)
+from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES, ModelInput, changed
 from atom.model_ops.kernels.torch.gather import take_inputs
 from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler
@@ -38,6 +31,10 @@ from atom.sampling_params import Needs
 
 # Staging buffer bytes for each token, for each sequence, and a constant part.
 _TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 184, 512, 1 << 16
+_MOST_KEPT_STEPS = 64
+# (row, number of drafts) of each sequence
+_Key = tuple[tuple[int, int], ...]
+_NO_KEY: _Key = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +70,101 @@ class StepInput:
     samples_on_device: bool
     carried: CarriedPlan
     recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
+
+
+class _LaidOutStep:
+    """A step as it lies in the staging buffer, for all steps of its layout if it is kept.
+
+    Only steps of which every token is sampled are kept. Their `next_token_ids` stay as they are:
+    samples are written behind all rows.
+
+    Attributes:
+        step: without what differs between these steps. Where it lies in place, the last of them:
+            nothing differs but what is in the buffer.
+        tables: where the step's block tables come from.
+        words: what the host memory held, without new block ids; empty unless it is kept.
+    """
+
+    def __init__(
+        self, step: StepInput, layout: StepLayout, buffers: InputBuffers, tables: StepTables
+    ) -> None:
+        self.step = step
+        self.layout = layout
+        self.buffers = buffers
+        self.tables = tables
+        self.words = self._later = self._draft_places = np.arange(0)
+        self._repeated: Sequence[np.ndarray | None] = ()
+
+    def keep(self, staging: StagingBuffer) -> None:
+        """Note what is needed to repeat it, before anything else is staged."""
+        layout, sample = self.layout, self.step.sample
+        self.words = staging.words().copy()
+        self._repeated = [None if t is None else staging.host_array(t) for t in sample.repeated]
+        # Which of the N tokens are drafts, and where they are in the plan's.
+        self._later = np.flatnonzero(layout.offsets)
+        places = layout.owners * sample.layout.most + layout.offsets - 1
+        self._draft_places = places[self._later]
+
+    def fill(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        starts: np.ndarray,
+        tables: BlockTables,
+        block_size: int,
+    ) -> None:
+        """Write what differs in a step of the same layout, as `StepLayout.fill` does."""
+        tokens, positions = self.layout.fill(self.buffers, sequences, starts, tables, block_size)
+        drafts, sampled_positions, accepted = self._repeated
+        if sampled_positions is not None:
+            np.add(positions, 1, out=sampled_positions)
+        if accepted is not None:
+            assert self.step.sample.synthetic is not None
+            accepted[:] = self.step.sample.synthetic.at(starts)
+        if drafts is not None:
+            # What pads them stays.
+            drafts[self._draft_places] = tokens[self._later]
+
+    def in_place(self, block_tables: torch.Tensor, max_context_len: int) -> StepInput:
+        """The same step for all with these tables, which bound the lengths of contexts."""
+        model_input = self.step.model_input
+        if model_input.attention.block_tables is not block_tables:
+            attention = replace(
+                model_input.attention, block_tables=block_tables, max_context_len=max_context_len
+            )
+            model_input = replace(model_input, attention=attention)
+            self.step = replace(self.step, model_input=model_input, recordings={})
+        return self.step
+
+    def at(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        starts: Sequence[int],
+        block_tables: torch.Tensor,
+        sample: SamplePlan,
+        carried: CarriedPlan,
+    ) -> StepInput:
+        """The step of these sequences, whose contexts are known unless one is ahead."""
+        step, context_lens = self.step, tuple(map(add, starts, self.layout.query_lens))
+        attention = changed(
+            step.model_input.attention,
+            block_tables=block_tables,
+            max_context_len=max(context_lens),
+            context_lens_cpu=None if any(s.is_ahead for s in sequences) else context_lens,
+            most_context_cpu=context_lens,
+            _derived={},
+        )
+        model_input = changed(step.model_input, attention=attention)
+        return changed(step, model_input=model_input, sample=sample, carried=carried, recordings={})
+
+
+def _decode_key(sequences: Sequence[ScheduledSequence]) -> _Key:
+    """What decides the layout of a step of which every row is sampled; empty for other steps."""
+    key = []
+    for s in sequences:
+        if not s.wants_sample or len(s.token_ids) != s.num_drafts + 1:
+            return ()
+        key.append((s.row, s.num_drafts))
+    return tuple(key)
 
 
 class InputBuilder:
@@ -127,7 +219,8 @@ class InputBuilder:
         self._selects_rows = selects_rows
         self.images = images or NoImages()
         self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
-        self._kept = StepLayoutCache()
+        # Of the sequences that run; forgotten when one of them starts or ends.
+        self._kept: dict[Hashable, _LaidOutStep] = {}
         self._tables = tables
         self._no_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self._step_tables = (StepTablesInPlace if in_place else StepTables)(tables)
@@ -137,14 +230,13 @@ class InputBuilder:
         """The inputs to capture a graph on: all padding, at the addresses that replays will use."""
         out = self._graph_tables.on_device[: bucket.batch_size]
         model_input, buffers = self._padding(out, query_len, bucket.max_context_len, captured=True)
-        tables = self._tables.on_device[:, : out.shape[1]]
         return GraphInput(
             model_input,
             buffers.sources_dev,
             buffers.rows_dev,
             buffers.num_drafts_dev,
-            buffers.successors_dev if self._drafts else None,
-            tables,
+            buffers.next_token_ids(len(model_input.input_ids)),
+            self._tables.on_device[:, : out.shape[1]],
             self._take,
         )
 
@@ -158,29 +250,11 @@ class InputBuilder:
     ) -> tuple[ModelInput, InputBuffers]:
         size = len(block_tables)
         self.staging.restart()
-        tokens = size * query_len
-        buffers = self._buffers(tokens, size, captured=captured)
+        buffers = self._buffers(size * query_len, size, captured=captured)
         buffers.pad(query_len, np.arange(0), self._padding_row)
         self.staging.send()
-        model_input = ModelInput(
-            buffers.input_ids_dev,
-            buffers.positions_dev,
-            AttentionMetadata(
-                slot_mapping=buffers.slots_dev,
-                block_tables=block_tables,
-                block_counts=buffers.block_counts_dev,
-                context_lens=buffers.context_lens_dev,
-                cu_seqlens_q=buffers.starts_dev,
-                max_seqlen_q=query_len,
-                max_context_len=max_context_len,
-                query_lens_cpu=(query_len,) * size,
-                context_lens_cpu=None,
-                padding_lens=buffers.padding_dev if captured and query_len > 1 else None,
-                state_rows=buffers.state_rows_dev,
-            ),
-            mrope_shifts=buffers.shifts_dev if self.images.mrope else None,
-        )
-        return model_input, buffers
+        query_lens = (query_len,) * size
+        return buffers.model_input(query_lens, query_len, block_tables, max_context_len), buffers
 
     def _buffers(self, tokens: int, size: int, *, captured: bool) -> InputBuffers:
         drafts, mrope = self._drafts, self.images.mrope
@@ -190,211 +264,153 @@ class InputBuilder:
 
     def build(self, batch: ScheduledBatch) -> StepInput:
         """Write all inputs of the step and start their copy to the device."""
+        sequences, starts = batch.sequences, [s.start for s in batch.sequences]
         if batch.new or batch.freed_rows:
-            self._kept.forget()
-        images = self.images.rows(batch.sequences) if self.images.are_running else NO_ROWS
-        layout = () if any(images) else layout_of(batch.sequences)
-        return self._repeat(layout, batch.sequences) or self._lay_out(batch, layout, images)
+            self._kept.clear()
+        images = self.images.rows(sequences) if self.images.are_running else NO_ROWS
+        graph, key = None, _NO_KEY
+        if not any(images):
+            longest_query = max([len(s.token_ids) for s in sequences])
+            graph = self._fit(len(sequences), longest_query, max(starts))
+            key = _decode_key(sequences)
+        self._tables.grow(sequences)
+        laid_out = self._kept.get((key, graph))
+        sample = None if laid_out is None else self._repeat(laid_out, sequences, starts)
+        is_repeated = sample is not None
+        if laid_out is None or sample is None:
+            laid_out = self._lay_out(batch, key, graph, starts, images)
+            sample = laid_out.step.sample
+        # Last, since their number changes between steps that are otherwise the same.
+        self._tables.stage(self.staging)
+        carried = self.carried.put(sequences, sample, laid_out.layout.query_lens, self.staging)
+        self.staging.send()
+        self._tables.update()
+        tables = laid_out.tables.select(sequences, laid_out.buffers.rows_dev)
+        if is_repeated and laid_out.tables.in_place:
+            step = laid_out.in_place(tables, tables.shape[1] * self._block_size)
+            return step if step.samples_on_device else changed(step, sample=sample)
+        step = laid_out.at(sequences, starts, tables, sample, carried)
+        if carried.num_newest:
+            self.carried.take(step, self._tables, self._block_size)
+        return step
 
-    def _lay_out(self, batch: ScheduledBatch, layout: Hashable, images: RowsOfImages) -> StepInput:
-        """A step that is laid out anew, and kept for others of the same `layout` if there may be
+    def _repeat(
+        self, laid_out: _LaidOutStep, sequences: Sequence[ScheduledSequence], starts: Sequence[int]
+    ) -> SamplePlan | None:
+        """Stage a step of a known layout; None if the host has no say in it any more."""
+        self.staging.repeat(laid_out.words)
+        sample: SamplePlan | None = laid_out.step.sample
+        if sample is not None and not laid_out.step.samples_on_device:
+            sample = self._sampler.lay_out_again(sample, sequences, self.staging)
+        if sample is not None:
+            laid_out.fill(sequences, np.array(starts), self._tables, self._block_size)
+        return sample
+
+    def _lay_out(
+        self,
+        batch: ScheduledBatch,
+        key: _Key,
+        graph: GraphKey | None,
+        starts: Sequence[int],
+        images: RowsOfImages,
+    ) -> _LaidOutStep:
+        """Stage a step anew, and keep it for others of the same key and graph if there may be
         any.
         """
         sequences = batch.sequences
-        fit = runs_op_by_op if any(images) else self._fit
-        shape = BatchShape(sequences, fit, self._ragged_len)
-        buffers = self._reserve(shape)
-        self._tables.grow(sequences)
-        self._fill(buffers, sequences, shape)
-        next_token_ids = self._put_shifted_input_ids(buffers, sequences, shape)
-        token_ids = buffers.input_ids[: shape.num_rows]
-        positions = buffers.positions[: shape.num_rows]
+        layout = StepLayout(sequences, graph, self._ragged_len)
+        buffers = self._reserve(layout)
+        self._put_layout(buffers, sequences, layout)
+        layout.fill(buffers, sequences, np.array(starts), self._tables, self._block_size)
+        self._put_shifted_input_ids(buffers, sequences, layout)
+        ids, positions = buffers.input_ids[: layout.num_rows], buffers.positions[: layout.num_rows]
         sample = self._sampler.lay_out(
-            batch, shape.rows, token_ids, positions, shape.ends, self.staging
+            batch, layout.rows, ids, positions, layout.ends, self.staging
         )
-        sampled, draft_sampling_rows = self._put_sampled(buffers, shape, sample)
+        sampled, draft_sampling_rows = self._put_sampled(buffers, layout, sample)
         is_replayable = (
             len(sample.states) == len(sequences)
             and not (any(images) or batch.new)
-            and shape.longest_query <= MAX_DECODE_QUERIES
+            and layout.longest_query <= MAX_DECODE_QUERIES
         )
         samples_on_device = is_replayable and sample.samples_on_device
-        words = self.staging.words()
-        # Last, since their number changes between steps that are otherwise the same.
-        carried = self._send(sequences, sample, shape.lens)
-        output_rows = None
-        if self._selects_rows and not (shape.is_captured or is_replayable or sample.prompts):
-            output_rows = sample.logits_indices
-        tables = self._graph_tables if shape.is_captured else self._step_tables
+        model_input = buffers.model_input(
+            layout.query_lens, layout.longest_query, self._no_table, 0
+        )
+        selects_rows = self._selects_rows and not (graph or is_replayable or sample.prompts)
+        output_rows = sample.logits_indices if selects_rows else None
+        own, following = images
         step = StepInput(
-            self._model_input(buffers, sequences, shape, tables, images, output_rows),
-            shape.graph,
+            changed(model_input, output_rows=output_rows, images=own, next_images=following),
+            graph,
             sample,
-            next_token_ids,
+            buffers.next_token_ids(layout.num_rows),
             sampled,
             draft_sampling_rows,
-            is_decode=bool(layout),
+            is_decode=bool(key),
             is_replayable=is_replayable,
             samples_on_device=samples_on_device,
-            carried=carried,
+            carried=NOTHING_CARRIED,
         )
-        if carried.num_newest:
-            self.carried.take(step, self._tables, self._block_size)
-        may_repeat = layout and is_replayable and not sample.prompts
-        if may_repeat and (samples_on_device or self._step_tables.in_place):
-            rows_dev, where = buffers.rows_dev, shape.token_rows
-            kept = StepLayout.of(sequences, step, tables, rows_dev, where, self.staging, words)
-            self._kept.add(layout, kept)
-        return step
+        tables = self._step_tables if graph is None else self._graph_tables
+        laid_out = _LaidOutStep(step, layout, buffers, tables)
+        may_repeat = key and is_replayable and not sample.prompts and not self.staging.is_full
+        has_room = len(self._kept) < _MOST_KEPT_STEPS or (key, graph) in self._kept
+        if may_repeat and has_room and (samples_on_device or tables.in_place):
+            laid_out.keep(self.staging)
+            self._kept[key, graph] = laid_out
+        return laid_out
 
-    def _repeat(self, layout: Hashable, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
-        """A step of a known layout; None if it is not known, needs another graph, or the host has
-        no say in it any more.
-        """
-        kept = self._kept.steps.get(layout)
-        if kept is None:
-            return None
-        laid_out = kept.step
-        attention = laid_out.model_input.attention
-        starts = [s.start for s in sequences]
-        longest_query = max(len(s.token_ids) for s in sequences)
-        if self._fit(len(sequences), longest_query, max(starts)) != laid_out.graph:
-            return None
-        context_lens = tuple(map(add, starts, attention.query_lens_cpu))
-        self.staging.repeat(kept.words)
-        sample = laid_out.sample
-        if not laid_out.samples_on_device:
-            now = self._sampler.lay_out_again(sample, sequences, self.staging)
-            if now is None:
-                return None
-            sample = now
-        self._tables.grow(sequences)
-        kept.fill(sequences, context_lens, self._tables, self._block_size)
-        carried = self._send(sequences, sample, attention.query_lens_cpu)
-        tables = kept.tables.select(sequences, kept.rows_dev)
-        if kept.tables.in_place:
-            step = kept.of_tables(tables, tables.shape[1] * self._block_size)
-            return step if laid_out.samples_on_device else changed(step, sample=sample)
-        attention = changed(
-            attention,
-            block_tables=tables,
-            max_context_len=max(context_lens),
-            context_lens_cpu=None if carried.num_newest else context_lens,
-            most_context_cpu=context_lens,
-            _derived={},
-        )
-        step = changed(
-            laid_out,
-            model_input=changed(laid_out.model_input, attention=attention),
-            sample=sample,
-            carried=carried,
-            recordings={},
-        )
-        if carried.num_newest:
-            self.carried.take(step, self._tables, self._block_size)
-        return step
-
-    def _send(
-        self, sequences: Sequence[ScheduledSequence], sample: SamplePlan, query_lens: Sequence[int]
-    ) -> CarriedPlan:
-        self._tables.stage(self.staging)
-        carried = self.carried.put(sequences, sample, query_lens, self.staging)
-        self.staging.send()
-        self._tables.update()
-        return carried
-
-    def _reserve(self, shape: BatchShape) -> InputBuffers:
+    def _reserve(self, layout: StepLayout) -> InputBuffers:
         """Where the step's inputs go, from the start of the staging buffer on."""
         self.staging.restart()
-        buffers = self._buffers(*shape.buffer_size, captured=shape.is_captured)
-        if shape.is_captured:
-            buffers.pad(shape.longest_query, shape.token_rows, self._padding_row)
+        buffers = self._buffers(*layout.buffer_size, captured=layout.is_captured)
+        if layout.is_captured:
+            buffers.pad(layout.longest_query, layout.token_rows, self._padding_row)
         return buffers
 
     def _put_sampled(
-        self, buffers: InputBuffers, shape: BatchShape, sample: SamplePlan
+        self, buffers: InputBuffers, layout: StepLayout, sample: SamplePlan
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """`sampled` and `draft_sampling_rows` of a `StepInput`."""
         indices = sample.layout.indices
         is_sampled = self._drafts and bool(sample.needs & Needs.TEMPERATURE)
-        if len(indices) == shape.num_sequences:
-            return None, buffers.rows_dev[: shape.num_sequences] if is_sampled else None
+        if len(indices) == layout.num_sequences:
+            return None, buffers.rows_dev[: layout.num_sequences] if is_sampled else None
         sampled = self.staging.put(np.array(indices, dtype=np.int64))
-        return sampled, self.staging.put(shape.rows[indices]) if is_sampled else None
+        return sampled, self.staging.put(layout.rows[indices]) if is_sampled else None
 
-    def _fill(
-        self, buffers: InputBuffers, sequences: Sequence[ScheduledSequence], shape: BatchShape
+    def _put_layout(
+        self, buffers: InputBuffers, sequences: Sequence[ScheduledSequence], layout: StepLayout
     ) -> None:
-        count, size, token_rows = shape.num_sequences, self._block_size, shape.token_rows
-        buffers.input_ids[token_rows] = [token for s in sequences for token in s.token_ids]
-        buffers.positions[token_rows] = shape.positions
-        buffers.slots[token_rows] = self._tables.slots_at(shape.owners, shape.positions, size)
-        buffers.rows[:count] = buffers.state_rows[:count] = shape.rows
-        buffers.context_lens[:count] = shape.context_lens
-        buffers.block_counts[:count] = [s.num_blocks for s in sequences]
-        if shape.is_captured:
+        """Write what all steps of the layout have in common."""
+        count = layout.num_sequences
+        buffers.rows[:count] = buffers.state_rows[:count] = layout.rows
+        if layout.is_captured:
             buffers.num_drafts[:count] = [s.num_drafts for s in sequences]
-            buffers.padding[:count] = [shape.longest_query - len(s.token_ids) for s in sequences]
+            buffers.padding[:count] = [layout.longest_query - len(s.token_ids) for s in sequences]
         if self.images.mrope:
             shifts = self.images.mrope_shifts(sequences)
             # What pads behind the last token is a copy of it.
             buffers.shifts[:] = shifts[-1]
-            buffers.shifts[token_rows] = shifts
+            buffers.shifts[layout.token_rows] = shifts
         buffers.starts[0] = 0
-        buffers.starts[1 : count + 1] = np.cumsum(shape.lens)
+        buffers.starts[1 : count + 1] = np.cumsum(layout.query_lens)
 
     def _put_shifted_input_ids(
-        self, buffers: InputBuffers, sequences: Sequence[ScheduledSequence], shape: BatchShape
-    ) -> torch.Tensor | None:
+        self, buffers: InputBuffers, sequences: Sequence[ScheduledSequence], layout: StepLayout
+    ) -> None:
         """The token after each row, which a draft that reads hidden states takes beside it: for
         rows [p0, p1, a, b0, c], where p2 is the next token of the prompt and b0 a draft,
         [p1, p2, -, -, -]. What is sampled behind a, b0 and c is written once it is known.
         """
         if not self._drafts:
-            return None
-        after = np.roll(buffers.input_ids[: shape.num_rows], -1)
+            return
+        after = np.roll(buffers.input_ids[: layout.num_rows], -1)
         middle = [i for i, s in enumerate(sequences) if s.successor_token is not None]
         if middle:
-            after[shape.ends[middle] - 1] = [sequences[i].successor_token for i in middle]
-        buffers.successors[: shape.num_rows] = after
-        return buffers.successors_dev[: shape.num_rows]
-
-    def _model_input(
-        self,
-        buffers: InputBuffers,
-        sequences: Sequence[ScheduledSequence],
-        shape: BatchShape,
-        tables: StepTables,
-        images: RowsOfImages,
-        output_rows: torch.Tensor | None,
-    ) -> ModelInput:
-        count, tokens, context_lens = shape.num_sequences, shape.num_rows, tuple(shape.context_lens)
-        return ModelInput(
-            buffers.input_ids_dev[:tokens],
-            buffers.positions_dev[:tokens],
-            AttentionMetadata(
-                slot_mapping=buffers.slots_dev[:tokens],
-                block_tables=tables.select(sequences, buffers.rows_dev),
-                block_counts=buffers.block_counts_dev[:count],
-                context_lens=buffers.context_lens_dev[:count],
-                cu_seqlens_q=buffers.starts_dev[: count + 1],
-                max_seqlen_q=shape.longest_query,
-                max_context_len=shape.longest_context,
-                query_lens_cpu=tuple(shape.lens),
-                # With a sequence ahead they are the most.
-                context_lens_cpu=None if any(s.is_ahead for s in sequences) else context_lens,
-                most_context_cpu=context_lens,
-                padding_lens=(
-                    buffers.padding_dev[:count]
-                    if shape.is_captured and shape.longest_query > 1
-                    else None
-                ),
-                state_rows=buffers.state_rows_dev[:count],
-            ),
-            output_rows,
-            *images,
-            buffers.shifts_dev[:tokens] if self.images.mrope else None,
-        )
+            after[layout.ends[middle] - 1] = [sequences[i].successor_token for i in middle]
+        buffers.successors[: layout.num_rows] = after
 
 
 def runs_op_by_op(*_: int) -> GraphKey | None:
