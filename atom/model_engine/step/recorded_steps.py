@@ -8,11 +8,10 @@ the proposer does behind either is another.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 
 from atom.batch import ScheduledSequence, StepParts
@@ -20,56 +19,13 @@ from atom.graphs.recorded import Recordable, Recording, StepRecorder
 from atom.graphs.runner import ForwardOp
 from atom.graphs.staging import Arriving
 from atom.model_engine.step.input_builder import StepInput
-from atom.model_engine.step.step_runner import ComputedStep, StepRunner, TargetStep
-from atom.model_ops.attention.metadata import ModelOutput, SamplingMetadata
+from atom.model_engine.step.step_runner import ComputedStep, ProposeOp, StepRunner, TargetStep
 from atom.model_ops.kernels.native.bindings import between_kernels
 from atom.sampling.sampler import Sampler, Verified
 from atom.spec_decode.proposers.base import Guide, Proposal, Proposer, VerifiedStep
 
 # Among the recordings of a step's inputs, which otherwise have whether it is at rest.
 _LAYERS = "layers"
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """A step before its tokens are chosen.
-
-    Attributes:
-        logits: [R, V] float32, until other work is replayed.
-        last_rows: [S] int64, as in `VerifiedStep`, written once the tokens are chosen; None when
-            the proposer reads no steps.
-        draft_sampling: as in `VerifiedStep`.
-        recordings: of the proposer's work behind it, by the number of drafts.
-    """
-
-    output: ModelOutput
-    logits: torch.Tensor
-    last_rows: torch.Tensor | None
-    draft_sampling: SamplingMetadata | None
-    recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
-
-    @property
-    def kept(self) -> list[torch.Tensor]:
-        """All tensors but the logits."""
-        options = () if self.draft_sampling is None else self.draft_sampling.tensors
-        states = [self.output.hidden_states, *self.output.aux_hidden_states]
-        return [*states, *(t for t in (self.last_rows, *options) if t is not None)]
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """A step that is_replayable, up to its drafts.
-
-    Attributes:
-        is_whole: whether the choice of tokens is part of the program.
-        is_drafted: whether the proposer has done its part, without drafts.
-        recordings: of the proposer's work behind it, by the number of drafts.
-    """
-
-    target: TargetStep
-    is_whole: bool = False
-    is_drafted: bool = False
-    recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
 
 
 class _RecordedGuide:
@@ -113,22 +69,20 @@ class RecordedSteps(StepRunner):
         recorder = self._recorder
         if step.samples_on_device:
             rests = num_drafts == 0 and step.next_token_ids is not None
-            done = recorder.run(step.recordings, rests, lambda: self._whole(step, rests=rests))
+            target = recorder.run(step.recordings, rests, lambda: self._whole(step, rests=rests))
         else:
-            done = self._in_parts(step)
+            target = self._in_parts(step)
         replayed = recorder.was_replayed
-        parts = StepParts(replayed, sample=replayed and done.is_whole)
-        view = done.target.view(sequences, step)
-        if view is None:
-            return ComputedStep(done.target.verified, None, parts)
-        if done.is_drafted:
-            parts = msgspec.structs.replace(parts, drafts=replayed)
-            return ComputedStep(done.target.verified, None, parts)
-        propose = partial(self._propose, view)
+        sample = replayed and target.logits is None
+        if target.is_drafted:
+            parts = StepParts(replayed, sample, drafts=replayed)
+            return ComputedStep(target.chosen, None, self._propose, parts)
+        propose: ProposeOp = self._propose
         # What a proposer without a network does is the host's, in every step.
         if recorder.has_program and self._proposer.draft_model is not None:
-            propose = partial(self._propose_recorded, view, done.recordings)
-        return ComputedStep(done.target.verified, propose, parts)
+            propose = partial(self._propose_recorded, target.recordings)
+        view = target.view(sequences, step)
+        return ComputedStep(target.chosen, view, propose, StepParts(replayed, sample))
 
     def send_to_host(self, *results: Proposal | Verified | None) -> Arriving:
         """They are read in place."""
@@ -152,8 +106,8 @@ class RecordedSteps(StepRunner):
 
     def _propose_recorded(
         self,
-        view: VerifiedStep,
         recordings: dict[Hashable, Recording[Any]],
+        view: VerifiedStep,
         num_drafts: int,
         guide: Guide | None,
     ) -> tuple[Proposal, bool]:
@@ -180,35 +134,34 @@ class RecordedSteps(StepRunner):
             self._guide.guide = None
         return proposal, self._recorder.was_replayed
 
-    def _whole(self, step: StepInput, *, rests: bool) -> Recordable[_Recorded]:
+    def _whole(self, step: StepInput, *, rests: bool) -> Recordable[TargetStep]:
         """The target's part of a step, and all of one at rest."""
         plan, model_input = step.sample, step.model_input
 
-        def run() -> _Recorded:
+        def run() -> TargetStep:
             target = self._compute(_with_unknown_lengths(step))
             view = target.view([], step) if rests else None
             if view is not None:
                 self._proposer.propose(_with_own_metadata(view), 0)
-            return _Recorded(target, is_whole=True, is_drafted=view is not None)
+            return replace(target, is_drafted=view is not None)
 
         return Recordable(
             f"a step{'' if plan.is_greedy else ' that samples'}{' at rest' if rests else ''}",
             (plan.needs, model_input.attention.max_seqlen_q),
             (*_inputs(step), *plan.tensors),
             run,
-            lambda done: done.target.tensors,
+            lambda target: target.tensors,
             in_parts=lambda: self._in_parts(step),
         )
 
-    def _in_parts(self, step: StepInput) -> _Recorded:
-        layers = self._recorder.run(step.recordings, _LAYERS, lambda: self._layers(step))
-        verified, last_rows = self._choose(step, layers.output, layers.logits)
-        if layers.last_rows is not None and last_rows is not None:
-            layers.last_rows.copy_(last_rows)
-        target = TargetStep(layers.output, verified, layers.last_rows, layers.draft_sampling)
-        return _Recorded(target, recordings=layers.recordings)
+    def _in_parts(self, step: StepInput) -> TargetStep:
+        target = self._recorder.run(step.recordings, _LAYERS, lambda: self._layers(step))
+        verified, last_rows = self._choose(step, target.output, target.logits)
+        if target.last_rows is not None and last_rows is not None:
+            target.last_rows.copy_(last_rows)
+        return replace(target, verified=verified)
 
-    def _layers(self, step: StepInput) -> Recordable[_Layers]:
+    def _layers(self, step: StepInput) -> Recordable[TargetStep]:
         """All of the target's part but for the choice of tokens."""
         plan, is_sampled = step.sample, step.draft_sampling_rows is not None
         return Recordable(
@@ -216,19 +169,19 @@ class RecordedSteps(StepRunner):
             (plan.filters if is_sampled else None, step.model_input.attention.max_seqlen_q),
             (*_inputs(step), plan.logits_indices),
             lambda: self._compute_layers(_with_unknown_lengths(step)),
-            lambda layers: layers.kept,
-            lambda layers: [layers.logits],
+            lambda target: target.tensors,
+            lambda target: [target.logits] if target.logits is not None else [],
         )
 
-    def _compute_layers(self, step: StepInput) -> _Layers:
+    def _compute_layers(self, step: StepInput) -> TargetStep:
+        """The target's part up to its logits; `last_rows` are written behind them."""
         plan, last_rows = step.sample, None
         output = self._forward(step.model_input)
         logits = self._sampler.logits(plan, output.hidden_states)
         if step.next_token_ids is not None:
             last_rows = plan.logits_indices.new_empty(len(plan.states))
-        return _Layers(
-            output, logits, last_rows, self._sampler.draft_sampling(plan, step.draft_sampling_rows)
-        )
+        draft_sampling = self._sampler.draft_sampling(plan, step.draft_sampling_rows)
+        return TargetStep(output, None, last_rows, draft_sampling, logits)
 
 
 def _inputs(step: StepInput) -> tuple[torch.Tensor | None, ...]:

@@ -115,11 +115,10 @@ class StepGraphs(StepRunner):
             if drafting is None
             else None
         )
-        view = TargetStep(output, verified, last_rows, draft_sampling).view(sequences, step)
-        propose = None if view is None else partial(self._propose, view)
-        if drafting is not None and view is not None:
-            propose = partial(self._replay_drafts, drafting, len(view.last_rows))
-        return ComputedStep(verified, propose, StepParts(True, sample=chosen is not None))
+        target = TargetStep(output, verified, last_rows, draft_sampling)
+        propose = self._propose if drafting is None else partial(self._replay_drafts, drafting)
+        parts = StepParts(True, sample=chosen is not None)
+        return ComputedStep(verified, target.view(sequences, step), propose, parts)
 
     def without_draft_replay(self) -> StepRunner:
         runner = copy.copy(self)
@@ -196,12 +195,12 @@ class StepGraphs(StepRunner):
         return key if key in self._captured else None
 
     def _replay_drafts(
-        self, key: DraftKey, num_sequences: int, num_drafts: int, guide: Guide | None
+        self, key: DraftKey, view: VerifiedStep, num_drafts: int, guide: Guide | None
     ) -> tuple[Proposal, bool]:
         """The drafts of the graph's first sequences, valid until the next ones."""
         assert num_drafts == key.num_drafts
         assert guide is None
-        drafts = (kept[:num_sequences] for kept in self._captured.replay(key))
+        drafts = (kept[: len(view.last_rows)] for kept in self._captured.replay(key))
         return Proposal(*drafts), True
 
     def _choice_keys(self) -> Iterator[SampleGraphKey]:

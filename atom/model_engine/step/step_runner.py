@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import torch
 
 from atom.batch import ScheduledSequence, StepParts
+from atom.graphs.recorded import Recording
 from atom.graphs.runner import ForwardOp
 from atom.graphs.staging import Arriving, send_to_host
 from atom.kv_cache.memory import PeakOf, peak_bytes
@@ -18,31 +19,8 @@ from atom.model_ops.attention.metadata import ModelInput, ModelOutput, SamplingM
 from atom.sampling.sampler import Sampler, Verified
 from atom.spec_decode.proposers.base import Guide, Proposal, Proposer, VerifiedStep
 
-# (number of drafts, guide) -> the drafts, and whether their work was replayed
-ProposeOp = Callable[[int, Guide | None], tuple[Proposal, bool]]
-
-
-@dataclass(frozen=True)
-class ComputedStep:
-    """A step whose tokens are chosen, on the device; its drafts can follow.
-
-    Attributes:
-        propose: makes the drafts of all sampled sequences; None if the proposer has nothing to do.
-        parts: which parts were replayed.
-    """
-
-    verified: Verified
-    propose: ProposeOp | None
-    parts: StepParts
-
-    def draft(
-        self, num_drafts: int, guide: Guide | None = None
-    ) -> tuple[Proposal | None, StepParts]:
-        """The drafts, if there are any, and which parts of the whole step were replayed."""
-        if self.propose is None:
-            return None, self.parts
-        proposal, replayed = self.propose(num_drafts, guide)
-        return proposal, msgspec.structs.replace(self.parts, drafts=replayed)
+# (step, number of drafts, guide) -> the drafts, and whether their work was replayed
+ProposeOp = Callable[[VerifiedStep, int, Guide | None], tuple[Proposal, bool]]
 
 
 @dataclass(frozen=True)
@@ -50,20 +28,36 @@ class TargetStep:
     """What the target's part of a step leaves on the device.
 
     Attributes:
+        verified: None before the tokens are chosen.
         last_rows, draft_sampling: as in `VerifiedStep`; None when the proposer reads no steps.
+        logits: [R, V] float32, from which the tokens are chosen behind a program, until other work
+            is replayed; else None.
+        is_drafted: whether the proposer has done its part, without drafts.
+        recordings: of the proposer's work behind it, by the number of drafts.
     """
 
     output: ModelOutput
-    verified: Verified
+    verified: Verified | None
     last_rows: torch.Tensor | None
     draft_sampling: SamplingMetadata | None
+    logits: torch.Tensor | None = None
+    is_drafted: bool = False
+    recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
+
+    @property
+    def chosen(self) -> Verified:
+        """The tokens, once they are."""
+        assert self.verified is not None
+        return self.verified
 
     @property
     def tensors(self) -> list[torch.Tensor]:
+        """All but the logits."""
         options = () if self.draft_sampling is None else self.draft_sampling.tensors
         states = [self.output.hidden_states, *self.output.aux_hidden_states]
         kept = [t for t in (self.last_rows, *options) if t is not None]
-        return [*states, self.verified.sampled, *self.verified.tensors, *kept]
+        chosen = [] if self.verified is None else [self.verified.sampled, *self.verified.tensors]
+        return [*states, *chosen, *kept]
 
     def view(self, sequences: Sequence[ScheduledSequence], step: StepInput) -> VerifiedStep | None:
         """What the proposer reads of it; None if it reads no steps."""
@@ -79,6 +73,31 @@ class TargetStep:
             step.sampled,
             self.draft_sampling,
         )
+
+
+@dataclass(frozen=True)
+class ComputedStep:
+    """A step whose tokens are chosen, on the device; its drafts can follow.
+
+    Attributes:
+        view: what the proposer reads; None if it has nothing to do.
+        propose: makes the drafts of all sampled sequences.
+        parts: which parts were replayed.
+    """
+
+    verified: Verified
+    view: VerifiedStep | None
+    propose: ProposeOp
+    parts: StepParts
+
+    def draft(
+        self, num_drafts: int, guide: Guide | None = None
+    ) -> tuple[Proposal | None, StepParts]:
+        """The drafts, if there are any, and which parts of the whole step were replayed."""
+        if self.view is None:
+            return None, self.parts
+        proposal, replayed = self.propose(self.view, num_drafts, guide)
+        return proposal, msgspec.structs.replace(self.parts, drafts=replayed)
 
 
 class StepRunner:
@@ -104,10 +123,8 @@ class StepRunner:
         Args:
             num_drafts: that will follow; None where that is decided once the tokens are known.
         """
-        done = self._compute(step)
-        view = done.view(sequences, step)
-        propose = None if view is None else partial(self._propose, view)
-        return ComputedStep(done.verified, propose, StepParts())
+        target = self._compute(step)
+        return ComputedStep(target.chosen, target.view(sequences, step), self._propose, StepParts())
 
     def run_padding(self, row: ModelInput, num_drafts: int) -> None:
         """Compute a row of padding and drafts after it, which other ranks wait for."""
