@@ -1,11 +1,12 @@
-"""Graph capture: backends, captured work, and the buckets to capture."""
+"""Graph capture: backends, captured work, and what is captured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from itertools import product
+from typing import Literal, Protocol
 
 import torch
 
@@ -84,26 +85,24 @@ class CapturedWork:
 
     def __init__(self, backend: CaptureBackend) -> None:
         self._backend = backend
-        self._kept: dict[Hashable, list[torch.Tensor]] = {}
-        self._replays: dict[Hashable, Callable[[], None]] = {}
+        self._kept: dict[GraphKey, Sequence[torch.Tensor]] = {}
+        self._replays: dict[GraphKey, Callable[[], None]] = {}
 
-    def __contains__(self, key: Hashable) -> bool:
+    def __contains__(self, key: GraphKey) -> bool:
         return key in self._replays
 
     @torch.inference_mode()
-    def capture(self, key: Hashable, work: Work, last: Sequence[torch.Tensor] = ()) -> None:
+    def capture(self, key: GraphKey, work: Work, places: Sequence[torch.Tensor]) -> None:
         """Capture `work`, as `CaptureBackend.capture` wants it.
 
         Args:
-            last: where the last results are kept; the others are in memory of their own.
+            places: where the results are kept.
         """
-        results = work()
-        kept = [torch.empty_like(result) for result in results[: len(results) - len(last)]]
-        self._kept[key] = [*kept, *last]
+        self._kept[key] = places
         self._replays[key] = self._backend.capture(partial(self._compute, key, work))
 
-    def replay(self, key: Hashable) -> list[torch.Tensor]:
-        """The results, valid until the next replay of the same key."""
+    def replay(self, key: GraphKey) -> Sequence[torch.Tensor]:
+        """The results, valid until the next replay that keeps its own there."""
         self._replays[key]()
         return self._kept[key]
 
@@ -111,7 +110,7 @@ class CapturedWork:
         """Drop everything."""
         self._replays.clear()
 
-    def _compute(self, key: Hashable, work: Work) -> None:
+    def _compute(self, key: GraphKey, work: Work) -> None:
         """What is captured."""
         copy_all(self._kept[key], work())
 
@@ -122,27 +121,40 @@ def capture_backend(platform: Platform) -> CaptureBackend | None:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Attributes:
-    batch_size: sequences that the graph computes; fewer are padded.
-    max_context_len: longest context that it serves.
+class GraphKey:
+    """One graph: a stage of a step, for so many sequences with as many queries each.
+
+    Attributes:
+        batch_size, query_len: sequences, of which fewer are padded, and the queries of each.
+        max_context_len: longest context that it serves; all, if it reads none.
+        stage: the target's layers, the choice of tokens with verification, or the drafts.
+        variant: in which way, where a stage has several.
     """
 
     batch_size: int
+    query_len: int
     max_context_len: int
+    stage: Literal["target", "choose", "draft"] = "target"
+    variant: Hashable = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.batch_size * self.query_len
 
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """What to capture, with which backend.
+    """Which graphs of the target to capture, with which backend.
 
     Attributes:
-        batch_sizes, context_bounds: ascending; every pair is a bucket.
+        batch_sizes, context_bounds, query_lens: ascending; all combinations are captured, but for
+            several queries of too many sequences.
     """
 
     backend: CaptureBackend
     batch_sizes: tuple[int, ...]
     context_bounds: tuple[int, ...]
+    query_lens: tuple[int, ...]
     block_size: int
     device: torch.device
 
@@ -151,18 +163,26 @@ class GraphPlan:
         """Blocks of the longest context."""
         return -(-self.context_bounds[-1] // self.block_size)
 
-    def buckets(self) -> Iterator[Bucket]:
-        """All buckets, the largest first, so that the memory pool needs to grow only once."""
-        for batch_size in reversed(self.batch_sizes):
-            for bound in reversed(self.context_bounds):
-                yield Bucket(batch_size, bound)
+    @property
+    def keys(self) -> list[GraphKey]:
+        """The largest first, so that the memory pool needs to grow only once."""
+        sizes = reversed(self.batch_sizes), reversed(self.context_bounds), reversed(self.query_lens)
+        keys = [GraphKey(size, length, bound) for size, bound, length in product(*sizes)]
+        return [key for key in keys if key.query_len == 1 or key.num_rows <= MOST_ROWS]
 
-    def fit(self, num_sequences: int, max_context_len: int) -> Bucket | None:
-        """The smallest bucket that fits a batch; None if none does."""
-        sizes = (size for size in self.batch_sizes if size >= num_sequences)
-        bounds = (bound for bound in self.context_bounds if bound >= max_context_len)
-        size, bound = next(sizes, None), next(bounds, None)
-        return None if size is None or bound is None else Bucket(size, bound)
+    @property
+    def largest(self) -> GraphKey:
+        """The graph with the most rows."""
+        return max(self.keys, key=lambda key: (key.num_rows, key.max_context_len))
+
+    def fit(self, num_sequences: int, query_len: int, num_cached: int) -> GraphKey | None:
+        """The smallest graph that fits a batch; None if none does. As `FitOp`."""
+        length = next((n for n in self.query_lens if n >= query_len), None)
+        size = next((n for n in self.batch_sizes if n >= num_sequences), None)
+        if length is None or size is None:
+            return None
+        bound = next((n for n in self.context_bounds if n >= num_cached + length), None)
+        return None if bound is None else GraphKey(size, length, bound)
 
 
 def default_batch_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -11,38 +11,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
-from atom.graphs.capture import MOST_ROWS, Bucket, GraphPlan, copy_all
+from atom.graphs.capture import CapturedWork, GraphKey, GraphPlan
 from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 
 logger = logging.getLogger(__name__)
 
 # A forward pass of the target's layers.
 ForwardOp = Callable[[ModelInput], ModelOutput]
-# The input of a bucket's graph with a number of queries per sequence: a function that reads it from
-# where replays find it, as part of the captured work, with metadata of its own in every call.
-GraphInputs = Callable[[Bucket, int], Callable[[], ModelInput]]
-
-
-@dataclass(frozen=True)
-class GraphKey:
-    """One graph: its bucket and the number of queries per sequence."""
-
-    bucket: Bucket
-    query_len: int
-
-    @property
-    def batch_size(self) -> int:
-        return self.bucket.batch_size
-
-    @property
-    def num_rows(self) -> int:
-        return self.batch_size * self.query_len
+# The input of a graph: a function that reads it from where replays find it, as part of the captured
+# work, with metadata of its own in every call.
+GraphInputs = Callable[[GraphKey], Callable[[], ModelInput]]
 
 
 # (number of sequences, tokens of the longest query, most tokens of a sequence before its query) ->
@@ -54,72 +37,43 @@ FitOp = Callable[[int, int, int], GraphKey | None]
 class GraphRunner:
     """Has a graph for every batch with queries no longer than the longest that is captured.
 
-    Batches that fit no bucket run op by op: prefill, too many sequences, too long a context. Before
+    Batches that fit no graph run op by op: prefill, too many sequences, too long a context. Before
     `capture` all do.
 
     Attributes:
         forward: the target's layers.
         plan: what to capture.
-        query_lens: the query lengths that are captured, ascending.
+        captured: all graphs of steps, also those that follow the layers.
         graph_aux_hidden: aux hidden states that the graphs write, by (batch size, query length):
             one [batch size * query length, hidden] per requested layer.
-
-    Args:
-        query_lens: ascending.
     """
 
-    def __init__(self, forward: ForwardOp, plan: GraphPlan, query_lens: tuple[int, ...]) -> None:
+    def __init__(self, forward: ForwardOp, plan: GraphPlan) -> None:
         self.forward = forward
         self.plan = plan
-        self.query_lens = query_lens
+        self.captured = CapturedWork(plan.backend)
         self._hidden: dict[tuple[int, int], torch.Tensor] = {}
         self.graph_aux_hidden: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
-        self._replays: dict[GraphKey, Callable[[], None]] = {}
 
     def fit(self, num_sequences: int, query_len: int, num_cached: int) -> GraphKey | None:
         """As `FitOp`."""
-        padded = next((n for n in self.query_lens if n >= query_len), None)
-        if padded is None:
-            return None
-        bucket = self.plan.fit(num_sequences, num_cached + padded)
-        key = None if bucket is None else GraphKey(bucket, padded)
-        return key if key in self._replays else None
+        key = self.plan.fit(num_sequences, query_len, num_cached)
+        return key if key is not None and key in self.captured else None
 
-    def replay(self, graph: GraphKey, num_rows: int) -> ModelOutput:
+    def replay(self, key: GraphKey, num_rows: int) -> ModelOutput:
         """Hidden states of the first rows, valid until the next replay."""
-        self._replays[graph]()
-        whole = self.output(graph)
-        aux = tuple(states[:num_rows] for states in whole.aux_hidden_states)
-        return ModelOutput(whole.hidden_states[:num_rows], aux)
+        hidden, *aux = self.captured.replay(key)
+        return ModelOutput(hidden[:num_rows], tuple(states[:num_rows] for states in aux))
 
-    def output(self, graph: GraphKey) -> ModelOutput:
+    def output(self, key: GraphKey) -> ModelOutput:
         """What a graph writes, padding included; once outputs are allocated."""
-        key = graph.batch_size, graph.query_len
-        return ModelOutput(self._hidden[key], self.graph_aux_hidden[key])
-
-    @property
-    def num_graphs(self) -> int:
-        return len(self.keys)
-
-    @property
-    def keys(self) -> list[GraphKey]:
-        """What is captured, the largest first: all query lengths of every bucket, but for several
-        queries of too many sequences.
-        """
-        lens = sorted(self.query_lens, reverse=True)
-        keys = [GraphKey(bucket, length) for bucket in self.plan.buckets() for length in lens]
-        return [key for key in keys if key.query_len == 1 or key.num_rows <= MOST_ROWS]
-
-    @property
-    def largest(self) -> GraphKey:
-        """The graph with the most rows."""
-        return max(self.keys, key=lambda key: (key.num_rows, key.bucket.max_context_len))
+        rows = key.batch_size, key.query_len
+        return ModelOutput(self._hidden[rows], self.graph_aux_hidden[rows])
 
     @torch.inference_mode()
     def rehearse(self, inputs: GraphInputs) -> ModelOutput:
         """Run the largest graph's work once without capturing, and allocate what graphs write."""
-        largest = self.largest
-        output = self.forward(inputs(largest.bucket, largest.query_len)())
+        output = self.forward(inputs(self.plan.largest)())
         self._allocate_outputs(output)
         return output
 
@@ -128,30 +82,23 @@ class GraphRunner:
         """Capture all graphs. The KV cache must be bound and must not move afterwards."""
         started = time.perf_counter()
         self.rehearse(inputs)
-        keys = self.keys
+        keys = self.plan.keys
         for key in tqdm(keys, desc="Capturing graphs", unit="graph", disable=None):
-            work = partial(self._compute, key, inputs(key.bucket, key.query_len))
-            self._replays[key] = self.plan.backend.capture(work)
+            work = partial(self._compute, inputs(key))
+            self.captured.capture(key, work, _tensors(self.output(key)))
         logger.info("captured %d graphs in %.1f s", len(keys), time.perf_counter() - started)
-
-    def release(self) -> None:
-        """Drop all graphs; every step runs eagerly then."""
-        self._replays.clear()
 
     def _allocate_outputs(self, largest: ModelOutput) -> None:
         """Allocate outputs for the largest graph; smaller ones use their first rows."""
-        hidden = torch.empty_like(largest.hidden_states)
-        aux = tuple(torch.empty_like(states) for states in largest.aux_hidden_states)
-        for graph in self.keys:
-            key, rows = (graph.batch_size, graph.query_len), graph.num_rows
-            self._hidden[key] = hidden[:rows]
-            self.graph_aux_hidden[key] = tuple(states[:rows] for states in aux)
+        hidden, *aux = (torch.empty_like(states) for states in _tensors(largest))
+        for key in self.plan.keys:
+            rows = key.batch_size, key.query_len
+            self._hidden[rows] = hidden[: key.num_rows]
+            self.graph_aux_hidden[rows] = tuple(states[: key.num_rows] for states in aux)
 
-    def _compute(self, graph: GraphKey, read: Callable[[], ModelInput]) -> None:
-        """The captured work of one graph."""
-        key = (graph.batch_size, graph.query_len)
-        output = self.forward(read())
-        copy_all(
-            [self._hidden[key], *self.graph_aux_hidden[key]],
-            [output.hidden_states, *output.aux_hidden_states],
-        )
+    def _compute(self, read: Callable[[], ModelInput]) -> list[torch.Tensor]:
+        return _tensors(self.forward(read()))
+
+
+def _tensors(output: ModelOutput) -> list[torch.Tensor]:
+    return [output.hidden_states, *output.aux_hidden_states]

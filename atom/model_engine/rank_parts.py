@@ -106,7 +106,7 @@ def join_parts(
     drafter = create_drafter(
         rank.config.speculative,
         proposer,
-        captured=() if graphs is None else graphs.query_lens,
+        captured=() if graphs is None else graphs.plan.query_lens,
         # Other ranks must know the number of drafts before the step, and so must the next step.
         sync_is_free=not rank.platform.is_gpu and rank.groups.is_alone and not rank.overlaps,
         is_ahead=rank.overlaps,

@@ -23,7 +23,7 @@ from atom.messages import EngineRequest, SequenceOutput
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.step import planned_graphs
-from atom.model_engine.step.step_graphs import SampleGraphKey, StepGraphs
+from atom.model_engine.step.step_graphs import StepGraphs
 from atom.model_engine.worker import Worker
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.proposers.base import NullProposer, Proposal, VerifiedStep
@@ -220,7 +220,7 @@ def graphed_worker(config: EngineConfig, patch: pytest.MonkeyPatch) -> Worker:
     assert isinstance(graphs, StepGraphs)
     with torch.inference_mode():
         for key, kept in graphs._captured._kept.items():
-            if not isinstance(key, SampleGraphKey):
+            if key.stage != "choose":
                 continue
             tokens, accepted, _ = kept
             tokens.fill_(TOKEN)

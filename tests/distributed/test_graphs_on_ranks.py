@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,9 @@ from spec_decode.engines import (
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
-from atom.graphs.capture import ReexecuteBackend
-from atom.graphs.runner import GraphKey
+from atom.graphs.capture import GraphKey, ReexecuteBackend
 from atom.messages import EngineStats
 from atom.model_engine.step import planned_graphs
-from atom.model_engine.step.step_graphs import DraftKey, SampleGraphKey
 from atom.sampling.plan import KINDS
 from atom.sampling_params import Needs
 
@@ -77,7 +75,7 @@ class CountingBackend(ReexecuteBackend):
     """Counts the replays of each rank, which is a thread, by the key of what was captured."""
 
     def __init__(self) -> None:
-        self.counts: dict[int, Counter[Hashable]] = {}
+        self.counts: dict[int, Counter[GraphKey]] = {}
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         assert isinstance(work, partial)
@@ -89,7 +87,7 @@ class CountingBackend(ReexecuteBackend):
 
         return replay
 
-    def take(self, num_ranks: int) -> Counter[Hashable]:
+    def take(self, num_ranks: int) -> Counter[GraphKey]:
         """The replays of every rank since the last call, which are the same."""
         counts, self.counts = list(self.counts.values()), {}
         assert len(counts) == num_ranks
@@ -133,9 +131,9 @@ def test_tokens_and_replays(name: str, folders: Folders, monkeypatch: pytest.Mon
             before = engine.engine.core.stats
             assert generate(engine, wanted, CHOSEN) == tokens
             stats, replays = since(before, engine.engine.core.stats), backend.take(size)
-            of = Counter(type(key) for key in replays.elements())
-            assert of[GraphKey] == stats.num_replayed_decode_steps == stats.num_decode_steps >= 3
-            assert of[DraftKey] == stats.num_draft_steps == (of[GraphKey] if options else 0)
-            assert of[SampleGraphKey] == stats.num_replayed_choice_steps
-            assert (of[SampleGraphKey] == of[GraphKey]) == (EDITED not in wanted)
-            assert {key.kind for key in replays if isinstance(key, SampleGraphKey)} <= kinds
+            of = Counter(key.stage for key in replays.elements())
+            assert of["target"] == stats.num_replayed_decode_steps == stats.num_decode_steps >= 3
+            assert of["draft"] == stats.num_draft_steps == (of["target"] if options else 0)
+            assert of["choose"] == stats.num_replayed_choice_steps
+            assert (of["choose"] == of["target"]) == (EDITED not in wanted)
+            assert {key.variant for key in replays if key.stage == "choose"} <= kinds

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from models.harness import ModelBench
 
-from atom.graphs.capture import CaptureBackend, GraphPlan, ReexecuteBackend
+from atom.graphs.capture import CaptureBackend, GraphKey, GraphPlan, ReexecuteBackend
 from atom.graphs.runner import GraphRunner
 from atom.model_ops.attention.metadata import ModelOutput
 from atom.platform import Platform, cpu_platform
@@ -21,19 +20,18 @@ AUX = (0, 2, 3)
 
 
 class LoggingBackend:
-    """Remembers which bucket and query length every replay was captured for."""
+    """Remembers the key of every replay."""
 
     def __init__(self, inner: CaptureBackend) -> None:
         self._inner = inner
-        self.replays: list[tuple[Any, ...]] = []
+        self.replays: list[GraphKey] = []
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         assert isinstance(work, partial)
         repeat = self._inner.capture(work)
 
         def replay() -> None:
-            key = work.args[0]
-            self.replays.append((key.bucket, key.query_len))
+            self.replays.append(work.args[0])
             repeat()
 
         return replay
@@ -62,10 +60,10 @@ class Pair:
             bench.model.set_aux_layer_ids(AUX)
         self.backend = LoggingBackend(backend or ReexecuteBackend())
         device = (platform or cpu_platform()).device
-        plan = GraphPlan(self.backend, SIZES, BOUNDS, BLOCK_SIZE, device)
-        self.runner = GraphRunner(self.graphed.model.forward, plan, QUERY_LENS)
+        plan = GraphPlan(self.backend, SIZES, BOUNDS, QUERY_LENS, BLOCK_SIZE, device)
+        self.runner = GraphRunner(self.graphed.model.forward, plan)
         inputs = self.graphed.run_with(self.graphed.model.forward, self.runner)
-        self.runner.capture(lambda *key: inputs.graph_input(*key).read)
+        self.runner.capture(lambda key: inputs.graph_input(key).read)
 
     def step(self, tokens: dict[str, list[int]]) -> ModelOutput:
         """Run a step on both, compare all that it leaves, and return the graphed output."""

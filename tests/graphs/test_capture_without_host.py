@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from atom.graphs.capture import Bucket, CapturedWork, GraphPlan, ReexecuteBackend
-from atom.graphs.runner import GraphKey, GraphRunner
+from atom.graphs.capture import CapturedWork, GraphKey, GraphPlan, ReexecuteBackend
+from atom.graphs.runner import GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_engine.step.input_buffers import GraphInput
-from atom.model_engine.step.step_graphs import DraftKey
 from atom.model_loader.drafts.tokenizer import TokenMaps
 from atom.model_ops.attention.metadata import (
     AttentionMetadata,
@@ -144,7 +144,7 @@ def choose(
 
 
 def plan_of(context: LayerContext) -> GraphPlan:
-    return GraphPlan(ReexecuteBackend(), (1, 2, 4), (16, 48), BLOCK_SIZE, context.device)
+    return GraphPlan(ReexecuteBackend(), (1, 2, 4), (16, 48), (1, 3), BLOCK_SIZE, context.device)
 
 
 def bind(model: torch.nn.Module, context: LayerContext) -> PagedCache:
@@ -160,9 +160,9 @@ def target_on(context: LayerContext, make: Make, folder: Path, **fields: Any) ->
     return create_model(AutoConfig.from_pretrained(folder), context)
 
 
-def padding(bucket: Bucket, query_len: int, plan: GraphPlan) -> ModelInput:
+def padding(key: GraphKey, plan: GraphPlan) -> ModelInput:
     """Tensors of a graph's shapes."""
-    size, tokens = bucket.batch_size, bucket.batch_size * query_len
+    size, tokens, query_len = key.batch_size, key.num_rows, key.query_len
     at = torch.zeros(tokens, dtype=torch.int64, device=plan.device)
     each = torch.zeros(size, dtype=torch.int32, device=plan.device)
     return ModelInput(
@@ -175,7 +175,7 @@ def padding(bucket: Bucket, query_len: int, plan: GraphPlan) -> ModelInput:
             context_lens=each,
             cu_seqlens_q=torch.zeros(size + 1, dtype=torch.int32, device=plan.device),
             max_seqlen_q=query_len,
-            max_context_len=bucket.max_context_len,
+            max_context_len=key.max_context_len,
             query_lens_cpu=(query_len,) * size,
             context_lens_cpu=None,
         ),
@@ -200,11 +200,11 @@ def test_a_target_asks_the_device_for_nothing(
     model.set_aux_layer_ids(AUX)
     bind(model, on_no_device)
     plan = plan_of(on_no_device)
-    runner = GraphRunner(model.forward, plan, (1, 3))
+    runner = GraphRunner(model.forward, plan)
 
-    def inputs(bucket: Bucket, query_len: int) -> Callable[[], ModelInput]:
-        model_input = padding(bucket, query_len, plan)
-        rows = torch.zeros(bucket.batch_size, dtype=torch.int64, device=plan.device)
+    def inputs(key: GraphKey) -> Callable[[], ModelInput]:
+        model_input = padding(key, plan)
+        rows = torch.zeros(key.batch_size, dtype=torch.int64, device=plan.device)
         tables = torch.zeros(8, plan.table_width, dtype=torch.int32, device=plan.device)
         ids = model_input.input_ids
         return GraphInput(model_input, ids, rows, rows, None, tables).read
@@ -219,29 +219,30 @@ def check_drafts(proposer: Proposer, context: LayerContext, width: int, aux: int
     graphs = CapturedWork(plan.backend)
     hidden = torch.zeros(12, width, device=context.device)
 
-    def step(key: DraftKey) -> VerifiedStep:
-        tokens = key.target.batch_size * key.target.query_len
-        model_input = padding(key.target.bucket, key.target.query_len, plan)
+    def step(key: GraphKey, is_sampled: bool) -> VerifiedStep:
+        model_input = padding(key, plan)
         last = model_input.attention.block_counts.long()
         options = torch.zeros(4, len(last), device=plan.device)
         draft_sampling = SamplingMetadata(options[0], None, options[1], options[2], last)
         return VerifiedStep(
             [],
             model_input,
-            ModelOutput(hidden[:tokens], (hidden[:tokens],) * aux),
+            ModelOutput(hidden[: key.num_rows], (hidden[: key.num_rows],) * aux),
             model_input.input_ids,
             last,
             None,
-            draft_sampling if key.is_sampled else None,
+            draft_sampling if is_sampled else None,
         )
 
+    def propose(key: GraphKey, num_drafts: int, is_sampled: bool) -> list[torch.Tensor]:
+        return proposer.propose(step(key, is_sampled), num_drafts).tensors
+
     with torch.inference_mode(), nothing_from_the_host():
-        # Buckets differ in sizes alone, and most of the time goes into the ops' own code.
-        smallest, *_, largest = plan.buckets()
-        for bucket in (smallest, largest):
+        # Graphs differ in sizes alone, and most of the time goes into the ops' own code.
+        for key in (GraphKey(1, 3, 16, "draft"), GraphKey(4, 3, 48, "draft")):
             for num_drafts, is_sampled in ((0, False), (4, False), (4, True)):
-                key = DraftKey(GraphKey(bucket, 3), num_drafts, is_sampled)
-                graphs.capture(key, lambda k=key: proposer.propose(step(k), k.num_drafts).tensors)
+                work = partial(propose, key, num_drafts, is_sampled)
+                graphs.capture(key, work, work())
 
 
 @on_ranks(

@@ -29,7 +29,7 @@ from graphs.launch_count import (
 )
 from transformers import PretrainedConfig
 
-from atom.graphs.capture import Bucket, GraphPlan
+from atom.graphs.capture import GraphKey, GraphPlan
 from atom.graphs.runner import GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
@@ -119,10 +119,10 @@ class Inputs:
     drafts: bool
     take: TakeOp
 
-    def graph_input(self, bucket: Bucket, query_len: int) -> GraphInput:
-        size, tokens = bucket.batch_size, bucket.batch_size * query_len
+    def graph_input(self, key: GraphKey) -> GraphInput:
+        size, tokens, query_len = key.batch_size, key.num_rows, key.query_len
         lens = integers(size, dtype=torch.int32)
-        width = -(-bucket.max_context_len // BLOCK_SIZE)
+        width = -(-key.max_context_len // BLOCK_SIZE)
         attention = AttentionMetadata(
             slot_mapping=integers(tokens),
             block_tables=integers(size, width, dtype=torch.int32),
@@ -130,7 +130,7 @@ class Inputs:
             context_lens=lens,
             cu_seqlens_q=integers(size + 1, dtype=torch.int32),
             max_seqlen_q=query_len,
-            max_context_len=bucket.max_context_len,
+            max_context_len=key.max_context_len,
             query_lens_cpu=(query_len,) * size,
             context_lens_cpu=None,
             padding_lens=lens,
@@ -187,7 +187,7 @@ def step_launches(
     model = model_class(config, context)
     bind(model, context)
     backend = CountingBackend(seen)
-    plan = GraphPlan(backend, (size,), (CONTEXT,), BLOCK_SIZE, META)
+    plan = GraphPlan(backend, (size,), (CONTEXT,), (1 + num_drafts,), BLOCK_SIZE, META)
     proposer: Proposer = NullProposer()
     if num_drafts:
         aux = model.default_aux_layer_ids()
@@ -198,7 +198,7 @@ def step_launches(
     greedily = model.output_head.choose_greedily if num_ranks > 1 else None
     inputs = Inputs(num_drafts > 0, context.ops.resolve("take_inputs", context.dtype))
     graphs = StepGraphs(
-        GraphRunner(model.forward, plan, (1 + num_drafts,)),
+        GraphRunner(model.forward, plan),
         cast(InputBuilder, inputs),
         Sampler(
             model.compute_logits,

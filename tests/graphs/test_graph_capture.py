@@ -13,28 +13,24 @@ from hypothesis import strategies as st
 
 from atom.config import ConfigError, EngineConfig, parse_sizes
 from atom.graphs.capture import (
-    Bucket,
     GraphPlan,
     ReexecuteBackend,
     default_batch_sizes,
     default_context_bounds,
     query_lengths,
 )
-from atom.graphs.runner import GraphKey, GraphRunner
+from atom.graphs.runner import GraphKey
 from atom.model_engine.arg_utils import (
     add_engine_flags,
     engine_config,
     engine_options,
 )
-from atom.model_ops.attention.metadata import ModelInput, ModelOutput
 
 
-def plan(sizes: tuple[int, ...], bounds: tuple[int, ...]) -> GraphPlan:
-    return GraphPlan(ReexecuteBackend(), sizes, bounds, 16, torch.device("cpu"))
-
-
-def forward(model_input: ModelInput) -> ModelOutput:
-    raise AssertionError(f"nothing is captured, and this runs: {model_input}")
+def plan(
+    sizes: tuple[int, ...], bounds: tuple[int, ...], lens: tuple[int, ...] = (1,)
+) -> GraphPlan:
+    return GraphPlan(ReexecuteBackend(), sizes, bounds, lens, 16, torch.device("cpu"))
 
 
 def parse(*flags: str) -> EngineConfig:
@@ -82,20 +78,20 @@ def test_few_rows_of_a_large_graph_are_padding() -> None:
 )
 def test_default_contexts_reach_the_models(context: int, bounds: tuple[int, ...]) -> None:
     assert default_context_bounds(context, 0) == bounds
-    assert plan((1, 4), bounds).fit(3, context) == Bucket(4, context)
+    assert plan((1, 4), bounds).fit(3, 1, context - 1) == GraphKey(4, 1, context)
     with_padding = default_context_bounds(context, 3)
     assert with_padding == (*bounds[:-1], context + 3)
-    assert plan((1, 4), with_padding).fit(3, context + 3) == Bucket(4, context + 3)
+    graphs = plan((1, 4), with_padding, (1, 4))
+    assert graphs.fit(3, 2, context - 1) == GraphKey(4, 4, context + 3)
 
 
 @pytest.mark.parametrize(("context", "layers"), [(8192, 90), (131072, 150), (262144, 180)])
 def test_how_many_graphs_a_context_takes(context: int, layers: int) -> None:
     """With 256 sequences and 3 drafts; block tables are as wide as the last bound alone asks."""
     bounds = default_context_bounds(context, 3)
-    graphs = plan(default_batch_sizes(256), bounds)
-    runner = GraphRunner(forward, graphs, query_lengths(3, varying=False))
-    assert runner.num_graphs == layers
-    assert runner.largest == GraphKey(Bucket(256, context + 3), 4)
+    graphs = plan(default_batch_sizes(256), bounds, query_lengths(3, varying=False))
+    assert len(graphs.keys) == layers
+    assert graphs.largest == GraphKey(256, 4, context + 3)
     assert graphs.table_width == plan((256,), bounds[-1:]).table_width == context // 16 + 1
 
 
@@ -122,19 +118,18 @@ def test_query_lengths_where_numbers_of_drafts_vary(most: int, lens: tuple[int, 
     st.integers(1, 25),
     st.integers(1, 45),
 )
-def test_the_smallest_bucket_that_fits(
+def test_the_smallest_graph_that_fits(
     sizes: tuple[int, ...], bounds: tuple[int, ...], count: int, context: int
 ) -> None:
-    every = [Bucket(*pair) for pair in itertools.product(sizes, bounds)]
-    fitting = [b for b in every if b.batch_size >= count and b.max_context_len >= context]
-    smallest = min(fitting, key=lambda b: (b.batch_size, b.max_context_len), default=None)
-    assert plan(sizes, bounds).fit(count, context) == smallest
+    every = [GraphKey(size, 1, bound) for size, bound in itertools.product(sizes, bounds)]
+    fitting = [k for k in every if k.batch_size >= count and k.max_context_len >= context]
+    smallest = min(fitting, key=lambda k: (k.batch_size, k.max_context_len), default=None)
+    assert plan(sizes, bounds).fit(count, 1, context - 1) == smallest
 
 
-def test_largest_buckets_come_first() -> None:
-    buckets = list(plan((1, 2, 6), (8, 40)).buckets())
-    assert buckets[0] == Bucket(6, 40)
-    assert buckets == [Bucket(s, c) for s in (6, 2, 1) for c in (40, 8)]
+def test_largest_graphs_come_first() -> None:
+    keys = plan((1, 2, 6), (8, 40), (1, 3)).keys
+    assert keys == [GraphKey(s, n, c) for s in (6, 2, 1) for c in (40, 8) for n in (3, 1)]
     assert plan((1,), (8, 40)).table_width == 3
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from models import checkpoints
 from models.checkpoints import prompt
 
-from atom.graphs.capture import Bucket, GraphPlan, ReexecuteBackend
-from atom.graphs.runner import GraphKey, GraphRunner
+from atom.graphs.capture import GraphKey, GraphPlan, ReexecuteBackend
+from atom.graphs.runner import GraphRunner
 from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput, ModelOutput
 from atom.model_ops.op_table.ops import OPS
 
@@ -41,25 +41,25 @@ def make_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_capture_writes_nothing(make_pair: Callable[[], Pair]) -> None:
     pair = make_pair()
     assert not any(pool.any() for pool in pair.graphed.pools.values())
-    assert pair.runner.num_graphs == len(SIZES) * len(BOUNDS) * len(QUERY_LENS)
+    assert len(pair.runner.plan.keys) == len(SIZES) * len(BOUNDS) * len(QUERY_LENS)
 
 
 def test_buckets_chosen(make_pair: Callable[[], Pair]) -> None:
-    """Each step's bucket and query length; None runs eagerly."""
+    """Each step's graph; None runs eagerly."""
     pair = make_pair()
     one, three = [7], [7, 8, 9]
-    steps: list[tuple[dict[str, list[int]], tuple[Bucket, int] | None]] = [
+    steps: list[tuple[dict[str, list[int]], GraphKey | None]] = [
         ({"a": prompt(9), "b": prompt(4)}, None),  # prefill
-        ({"a": one, "b": one}, (Bucket(2, 16), 1)),
-        ({"a": three, "b": three}, (Bucket(2, 16), 3)),
-        ({"a": one, "b": three}, (Bucket(2, 16), 3)),  # ragged: padded
-        ({"b": three}, (Bucket(1, 16), 3)),
-        ({"a": [1, 2]}, (Bucket(1, 48), 3)),  # 14 tokens and three rows
-        ({"a": one}, (Bucket(1, 48), 1)),  # 17 tokens
-        ({"a": three, "b": three, "c": three}, (Bucket(4, 48), 3)),  # a new prompt of three
+        ({"a": one, "b": one}, GraphKey(2, 1, 16)),
+        ({"a": three, "b": three}, GraphKey(2, 3, 16)),
+        ({"a": one, "b": three}, GraphKey(2, 3, 16)),  # ragged: padded
+        ({"b": three}, GraphKey(1, 3, 16)),
+        ({"a": [1, 2]}, GraphKey(1, 3, 48)),  # 14 tokens and three rows
+        ({"a": one}, GraphKey(1, 1, 48)),  # 17 tokens
+        ({"a": three, "b": three, "c": three}, GraphKey(4, 3, 48)),  # a new prompt of three
         (dict.fromkeys("abcde", one), None),  # too many sequences
         ({"d": prompt(46)}, None),
-        ({"d": one, "b": one}, (Bucket(2, 48), 1)),
+        ({"d": one, "b": one}, GraphKey(2, 1, 48)),
         ({"d": one}, None),  # 49 tokens
     ]
     for tokens, expected in steps:
@@ -90,7 +90,7 @@ def test_a_full_bucket_gives_the_same_bits(make_pair: Callable[[], Pair]) -> Non
     pair = make_pair()
     pair.step({"a": prompt(13), "b": prompt(13, seed=1)})
     output = pair.step({"a": [4, 5, 6], "b": [7, 8, 9]})
-    assert pair.backend.replays == [(Bucket(2, 16), 3)]
+    assert pair.backend.replays == [GraphKey(2, 3, 16)]
     assert pair.eager.output is not None
     assert torch.equal(output.hidden_states, pair.eager.output.hidden_states)
     for key, pool in pair.eager.pools.items():
@@ -137,12 +137,12 @@ def test_any_mix_of_batches(
 
 
 def test_more_rows_than_launches_are_worth_have_no_graph() -> None:
-    plan = GraphPlan(ReexecuteBackend(), (64, 256, 2048), (16, 48), 4, torch.device("cpu"))
-    runner = GraphRunner(lambda _: pytest.fail("computed"), plan, (1, 4, 16))
-    pairs = {(key.batch_size, key.query_len) for key in runner.keys}
+    sizes, lens = (64, 256, 2048), (1, 4, 16)
+    plan = GraphPlan(ReexecuteBackend(), sizes, (16, 48), lens, 4, torch.device("cpu"))
+    pairs = {(key.batch_size, key.query_len) for key in plan.keys}
     assert pairs == {(2048, 1), (256, 1), (256, 4), (64, 1), (64, 4), (64, 16)}
-    assert runner.largest == GraphKey(Bucket(2048, 48), 1)
-    assert runner.num_graphs == 2 * len(pairs)
+    assert plan.largest == GraphKey(2048, 1, 48)
+    assert len(plan.keys) == 2 * len(pairs)
 
 
 def test_padding_repeats_the_last_token(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_padding_repeats_the_last_token(tmp_path: Path) -> None:
     pair.runner.forward = watched
     pair.step({name: prompt(5, seed=i) for i, name in enumerate("abc")})
     pair.step({"a": [7, 8, 9], "b": [4], "c": [5, 6]})
-    assert pair.backend.replays[-1] == (Bucket(4, 16), 3)
+    assert pair.backend.replays[-1] == GraphKey(4, 3, 16)
     assert seen[-1].input_ids.tolist() == [7, 8, 9, 4, 6, 6, 5, 6, 6, 6, 6, 6]
     assert seen[-1].positions.tolist() == [5, 6, 7, 5, 6, 6, 5, 6, 6, 6, 6, 6]
     slots, lens = seen[-1].attention.slot_mapping.tolist(), seen[-1].attention.context_lens.tolist()
@@ -178,7 +178,7 @@ def test_padding_repeats_the_last_token(tmp_path: Path) -> None:
 
 def test_a_capture_computes_what_is_derived_from_its_metadata() -> None:
     """What a warm-up run derived would be stale at every replay."""
-    plan = GraphPlan(ReexecuteBackend(), (2,), (16,), 4, torch.device("cpu"))
+    plan = GraphPlan(ReexecuteBackend(), (2,), (16,), (1,), 4, torch.device("cpu"))
     lens = torch.ones(2, dtype=torch.int32)
     attention = AttentionMetadata(
         slot_mapping=torch.zeros(2, dtype=torch.int64),
@@ -198,8 +198,8 @@ def test_a_capture_computes_what_is_derived_from_its_metadata() -> None:
         twice = metadata.derive("twice", lambda: 2 * metadata.context_lens)
         return ModelOutput(twice[:, None].float())
 
-    runner = GraphRunner(forward, plan, (1,))
-    runner.capture(lambda *_: lambda: ModelInput(ids, ids, replace(attention)))
+    runner = GraphRunner(forward, plan)
+    runner.capture(lambda _: lambda: ModelInput(ids, ids, replace(attention)))
     lens.copy_(torch.tensor([7, 9]))
     key = runner.fit(2, 1, 9)
     assert key is not None

@@ -146,7 +146,7 @@ def test_blocks_behind_the_window_are_not_read(
     assert generate(engine, GREEDY, PROMPTS) == models.expected(name)
     # 8 of a window and a part of the steps' tokens each; the contexts have 25 + 9 + 18.
     assert most() <= 3 * 4 + 9
-    assert ("graphs" in how) == (backend.replays["GraphKey"] > 0)
+    assert ("graphs" in how) == (backend.replays["target"] > 0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from atom.batch import ScheduledSequence
-from atom.graphs.runner import GraphKey
+from atom.graphs.capture import GraphKey
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
 from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from atom.batch import ScheduledBatch, ScheduledSequence
-from atom.graphs.capture import Bucket
+from atom.graphs.capture import GraphKey
 from atom.graphs.recorded import Recording
-from atom.graphs.runner import FitOp, GraphKey
+from atom.graphs.runner import FitOp
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables, GraphTables, StepTables, StepTablesInPlace
 from atom.model_engine.step.carried import NOTHING_CARRIED, CarriedPlan, NothingCarried
@@ -226,10 +226,11 @@ class InputBuilder:
         self._step_tables = (StepTablesInPlace if in_place else StepTables)(tables)
         self._graph_tables = GraphTables(tables, *graph_tables)
 
-    def graph_input(self, bucket: Bucket, query_len: int) -> GraphInput:
+    def graph_input(self, key: GraphKey) -> GraphInput:
         """The inputs to capture a graph on: all padding, at the addresses that replays will use."""
-        out = self._graph_tables.on_device[: bucket.batch_size]
-        model_input, buffers = self._padding(out, query_len, bucket.max_context_len, captured=True)
+        out = self._graph_tables.on_device[: key.batch_size]
+        longest = key.max_context_len
+        model_input, buffers = self._padding(out, key.query_len, longest, captured=True)
         return GraphInput(
             model_input,
             buffers.sources_dev,

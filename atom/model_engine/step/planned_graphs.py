@@ -69,10 +69,11 @@ def plan_graphs(
         backend,
         config.graphs.capture_sizes or default_batch_sizes(config.scheduler.max_num_seqs),
         default_context_bounds(rank.context.max_model_len, lens[-1] - 1),
+        lens,
         config.cache.block_size,
         rank.context.device,
     )
-    return GraphRunner(forward, plan, lens)
+    return GraphRunner(forward, plan)
 
 
 def draft_numbers(rank: Rank, proposer: Proposer) -> tuple[int, ...]:

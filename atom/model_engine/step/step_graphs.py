@@ -14,44 +14,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from tqdm import tqdm
 
 from atom.batch import ScheduledSequence, StepParts
-from atom.graphs.capture import MOST_ROWS, Bucket, CapturedWork
-from atom.graphs.runner import GraphKey, GraphRunner
+from atom.graphs.capture import MOST_ROWS, GraphKey, Work
+from atom.graphs.runner import GraphRunner
 from atom.kv_cache.memory import PeakOf, estimate_graph_bytes, peak_bytes
-from atom.model_engine.step.input_buffers import GraphInput
 from atom.model_engine.step.input_builder import InputBuilder, StepInput
 from atom.model_engine.step.step_runner import ComputedStep, StepRunner, TargetStep
-from atom.model_ops.attention.metadata import ModelInput, ModelOutput
+from atom.model_ops.attention.metadata import ModelInput
 from atom.sampling.plan import KINDS, DecodeRows
 from atom.sampling.sampler import Sampler, Verified
 from atom.sampling_params import Needs
 from atom.spec_decode.proposers.base import Guide, Proposal, Proposer, VerifiedStep
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SampleGraphKey:
-    """One graph: sequences, queries of each, and how their tokens are chosen."""
-
-    batch_size: int
-    query_len: int
-    kind: Needs
-
-
-@dataclass(frozen=True)
-class DraftKey:
-    """One graph: the graph of the target's layers whose rows it reads, the drafts of each sequence,
-    and whether some of them are not greedy.
-    """
-
-    target: GraphKey
-    num_drafts: int
-    is_sampled: bool
 
 
 @dataclass(frozen=True)
@@ -91,7 +71,7 @@ class StepGraphs(StepRunner):
         self._inputs = inputs
         self._draft_numbers = draft_numbers
         self._synthetic = synthetic
-        self._captured = CapturedWork(target.plan.backend)
+        self._captured = target.captured
         self._kept: dict[tuple[int, int], _Kept] = {}
 
     def run(
@@ -127,16 +107,17 @@ class StepGraphs(StepRunner):
 
     @property
     def num_graphs(self) -> tuple[int, int, int]:
-        choices, drafts = self._choice_keys(), self._draft_keys()
-        return self._target.num_graphs, sum(1 for _ in choices), sum(1 for _ in drafts)
+        stages = self._target.plan.keys, self._choice_keys(), self._draft_keys()
+        layers, choices, drafts = (sum(1 for _ in keys) for keys in stages)
+        return layers, choices, drafts
 
     def estimate_graph_bytes(self, peak_of: PeakOf = peak_bytes) -> int:
         of_layers, *of_others = self.num_graphs
         layers = partial(self._target.rehearse, self._read)
         return estimate_graph_bytes(layers, self._rehearse, of_layers, sum(of_others), peak_of)
 
-    def _read(self, bucket: Bucket, query_len: int) -> Callable[[], ModelInput]:
-        return self._inputs.graph_input(bucket, query_len).read
+    def _read(self, key: GraphKey) -> Callable[[], ModelInput]:
+        return self._inputs.graph_input(key).read
 
     def capture(self) -> None:
         """Capture all graphs, the layers' first."""
@@ -144,26 +125,33 @@ class StepGraphs(StepRunner):
         started = time.perf_counter()
         keys = [*self._choice_keys(), *self._draft_keys()]
         for key in tqdm(keys, desc="Capturing choices and drafts", unit="graph", disable=None):
-            if isinstance(key, DraftKey):
-                self._captured.capture(key, self._drafting(key))
+            if key.stage == "draft":
+                self._capture(key, self._drafting(key))
             else:
-                last = [self._kept_of(key).last_rows]
-                self._captured.capture(key, self._choosing(key), last)
+                self._capture(key, self._choosing(key), self._kept_of(key).last_rows)
         seconds = time.perf_counter() - started
         logger.info("captured %d graphs of choices and drafts in %.1f s", len(keys), seconds)
 
+    @torch.inference_mode()
+    def _capture(self, key: GraphKey, work: Work, *last: torch.Tensor) -> None:
+        """Args:
+        last: where the last results are kept; the others are in memory of their own.
+        """
+        results = work()
+        own = [torch.empty_like(result) for result in results[: len(results) - len(last)]]
+        self._captured.capture(key, work, [*own, *last])
+
     def release(self) -> None:
-        self._target.release()
         self._captured.release()
 
     def _rehearse(self) -> None:
         """After the layers, run once what needs the most memory, without capturing it."""
-        by_rows = sorted(self._choice_keys(), key=lambda k: (k.batch_size * k.query_len, k.kind))
+        by_rows = sorted(self._choice_keys(), key=lambda key: (key.num_rows, key.variant))
         with torch.inference_mode():
             # None where all numbers of sequences to capture are above `MOST_ROWS`.
             for choice in by_rows[-1:]:
                 self._choosing(choice)()
-            for key in self._keys_of_drafts(self._target.largest)[-1:]:
+            for key in self._keys_of_drafts(self._target.plan.largest)[-1:]:
                 self._drafting(key)()
 
     def _replay_choice(
@@ -175,7 +163,7 @@ class StepGraphs(StepRunner):
         plan = step.sample
         if not step.is_decode or not plan.samples_on_device or plan.kind is None:
             return None
-        key = SampleGraphKey(graph.batch_size, graph.query_len, plan.kind)
+        key = self._choice_key(graph, plan.kind)
         if key not in self._captured:
             return None
         kept, count = self._kept_of(graph), len(plan.states)
@@ -185,41 +173,43 @@ class StepGraphs(StepRunner):
         tokens, accepted, last_rows = (t[:count] for t in self._captured.replay(key))
         return Verified(tokens, tokens, accepted, None, []), last_rows
 
-    def _key_of_drafts(self, step: StepInput, num_drafts: int | None) -> DraftKey | None:
+    def _key_of_drafts(self, step: StepInput, num_drafts: int | None) -> GraphKey | None:
         """The graph that makes the step's drafts, if it is known how many there are."""
         if step.graph is None or step.next_token_ids is None or step.sampled is not None:
             return None
         if num_drafts is None or num_drafts not in self._draft_numbers:
             return None
-        key = DraftKey(step.graph, num_drafts, step.sample.rows is not None and num_drafts > 0)
+        key = _draft_key(step.graph, num_drafts, step.sample.rows is not None and num_drafts > 0)
         return key if key in self._captured else None
 
     def _replay_drafts(
-        self, key: DraftKey, view: VerifiedStep, num_drafts: int, guide: Guide | None
+        self, key: GraphKey, view: VerifiedStep, num_drafts: int, guide: Guide | None
     ) -> tuple[Proposal, bool]:
         """The drafts of the graph's first sequences, valid until the next ones."""
-        assert num_drafts == key.num_drafts
         assert guide is None
         drafts = (kept[: len(view.last_rows)] for kept in self._captured.replay(key))
         return Proposal(*drafts), True
 
-    def _choice_keys(self) -> Iterator[SampleGraphKey]:
+    def _choice_key(self, graph: GraphKey, kind: Needs) -> GraphKey:
         bound = self._target.plan.context_bounds[0]
-        for graph in self._target.keys:
-            if graph.bucket.max_context_len == bound and graph.num_rows <= MOST_ROWS:
-                for kind in reversed(KINDS):
-                    yield SampleGraphKey(graph.batch_size, graph.query_len, kind)
+        return GraphKey(graph.batch_size, graph.query_len, bound, "choose", kind)
 
-    def _draft_keys(self) -> Iterator[DraftKey]:
-        for graph in self._target.keys:
+    def _choice_keys(self) -> Iterator[GraphKey]:
+        for graph in self._target.plan.keys:
+            smallest = graph.max_context_len == self._target.plan.context_bounds[0]
+            if smallest and graph.num_rows <= MOST_ROWS:
+                yield from (self._choice_key(graph, kind) for kind in reversed(KINDS))
+
+    def _draft_keys(self) -> Iterator[GraphKey]:
+        for graph in self._target.plan.keys:
             yield from self._keys_of_drafts(graph)
 
-    def _keys_of_drafts(self, graph: GraphKey) -> list[DraftKey]:
+    def _keys_of_drafts(self, graph: GraphKey) -> list[GraphKey]:
         """The graphs to capture behind one of the target's."""
         kinds = [(n, r) for n in self._draft_numbers for r in ((False, True) if n else (False,))]
-        return [DraftKey(graph, num_drafts, is_sampled) for num_drafts, is_sampled in kinds]
+        return [_draft_key(graph, num_drafts, is_sampled) for num_drafts, is_sampled in kinds]
 
-    def _kept_of(self, graph: GraphKey | SampleGraphKey) -> _Kept:
+    def _kept_of(self, graph: GraphKey) -> _Kept:
         key = graph.batch_size, graph.query_len
         if key not in self._kept:
             device = self._target.plan.device
@@ -227,10 +217,9 @@ class StepGraphs(StepRunner):
             self._kept[key] = _Kept(*numbers.unbind())
         return self._kept[key]
 
-    def _choosing(self, key: SampleGraphKey) -> Callable[[], Sequence[torch.Tensor]]:
+    def _choosing(self, key: GraphKey) -> Work:
         """The captured work of a choice -> tokens, accepted drafts and `last_rows`."""
-        bucket = Bucket(key.batch_size, self._target.plan.context_bounds[0])
-        graph_input = self._inputs.graph_input(bucket, key.query_len)
+        graph_input = self._inputs.graph_input(key)
         ids, positions = graph_input.model_input.input_ids, graph_input.model_input.positions
         places = torch.arange(len(ids), device=ids.device)
         rows = DecodeRows(
@@ -241,37 +230,34 @@ class StepGraphs(StepRunner):
             graph_input.num_drafts,
             graph_input.next_token_ids,
         )
-        hidden = self._target.output(GraphKey(bucket, key.query_len)).hidden_states
+        hidden, kind = self._target.output(key).hidden_states, cast(Needs, key.variant)
         kept = self._kept_of(key)
         accepted = kept.accepted if self._synthetic and key.query_len > 1 else None
-        return lambda: self._sampler.sample_decode_rows(rows, hidden, key.kind, accepted)
+        return lambda: self._sampler.sample_decode_rows(rows, hidden, kind, accepted)
 
-    def _drafting(self, key: DraftKey) -> Callable[[], Sequence[torch.Tensor]]:
-        """The captured work of drafts."""
-        graph = key.target
-        graph_input = self._inputs.graph_input(graph.bucket, graph.query_len)
-        output, kept = self._target.output(graph), self._kept_of(graph)
+    def _drafting(self, key: GraphKey) -> Work:
+        """The captured work of drafts: of a step of all the graph's sequences."""
+        graph_input, output = self._inputs.graph_input(key), self._target.output(key)
+        last_rows, following = self._kept_of(key).last_rows, graph_input.next_token_ids
+        num_drafts, is_sampled = cast(tuple[int, bool], key.variant)
+        assert following is not None
 
         def propose() -> Sequence[torch.Tensor]:
-            view = self._verified(graph_input, output, kept, key.is_sampled)
-            return self._proposer.propose(view, key.num_drafts).tensors
+            # It has metadata of its own in each run.
+            attention = replace(graph_input.model_input.attention)
+            model_input = replace(graph_input.model_input, attention=attention, mrope_shifts=None)
+            draft_sampling = None
+            if is_sampled:
+                draft_sampling = self._sampler.draft_sampling_of_decode_rows(graph_input.rows)
+            step = VerifiedStep([], model_input, output, following, last_rows, None, draft_sampling)
+            return self._proposer.propose(step, num_drafts).tensors
 
         return propose
 
-    def _verified(
-        self, graph_input: GraphInput, output: ModelOutput, kept: _Kept, is_sampled: bool
-    ) -> VerifiedStep:
-        """A step of all the graph's sequences; it has metadata of its own in each run."""
-        model_input = graph_input.model_input
-        assert graph_input.next_token_ids is not None
-        return VerifiedStep(
-            [],
-            ModelInput(
-                model_input.input_ids, model_input.positions, replace(model_input.attention)
-            ),
-            output,
-            graph_input.next_token_ids,
-            kept.last_rows,
-            None,
-            self._sampler.draft_sampling_of_decode_rows(graph_input.rows) if is_sampled else None,
-        )
+
+def _draft_key(graph: GraphKey, num_drafts: int, is_sampled: bool) -> GraphKey:
+    """The drafts of each sequence behind a graph of the target's layers, whose rows they read, and
+    whether some of them are not greedy.
+    """
+    size, length, bound = graph.batch_size, graph.query_len, graph.max_context_len
+    return GraphKey(size, length, bound, "draft", (num_drafts, is_sampled))
