@@ -19,7 +19,8 @@ from atom.batch import (
 )
 from atom.graphs.staging import Arriving
 from atom.kv_cache.state_pool import NO_STATES, StatePool
-from atom.model_engine.step.input_builder import InputBuilder, StepInput
+from atom.model_engine.step.input_buffers import StepInput
+from atom.model_engine.step.input_builder import InputBuilder
 from atom.model_engine.step.step_runner import StepRunner
 from atom.model_ops.attention.metadata import changed
 from atom.sampling.sampler import Sampled, Sampler

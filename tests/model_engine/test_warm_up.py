@@ -21,7 +21,7 @@ from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.start_up.warm_up import warm_up
 from atom.model_engine.start_up.warm_up_steps import StepLimits, warm_ups
 from atom.model_engine.step import planned_graphs
-from atom.model_engine.step.input_builder import StepInput
+from atom.model_engine.step.input_buffers import StepInput
 from atom.model_engine.step.step_graphs import StepGraphs
 from atom.model_engine.worker import Worker
 from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES

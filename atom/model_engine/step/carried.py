@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,14 +18,18 @@ from atom.batch import ScheduledSequence
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
+from atom.model_engine.step.input_buffers import (
+    NOTHING_CARRIED,
+    NOTHING_TAKEN,
+    CarriedAcceptance,
+    CarriedPlan,
+    StepInput,
+)
 from atom.model_ops.kernels.torch import carried as torch_ops
 from atom.model_ops.kernels.torch.carried import CarriedInputs, CarriedTokens
 from atom.sampling.plan import RowLayout, SamplePlan
 from atom.sampling.sampler import Verified
 from atom.spec_decode.proposers.base import Proposal
-
-if TYPE_CHECKING:
-    from atom.model_engine.step.input_builder import StepInput
 
 TakeOp = Callable[[CarriedTokens, CarriedInputs, torch.Tensor, int, torch.Tensor, int], None]
 LeaveOp = Callable[
@@ -40,45 +43,6 @@ LeaveOp = Callable[
     ],
     None,
 ]
-
-
-@dataclass(frozen=True)
-class CarriedAcceptance:
-    """Synthetic acceptance of A sequences that are ahead, at each place where they may be.
-
-    Attributes:
-        which: [A] int64, of the S sampled sequences.
-        most: [A] int64, the highest position that the newest token may have.
-        counts: [1 + k, A] int64, accepted drafts by how much lower it is.
-    """
-
-    which: torch.Tensor
-    most: torch.Tensor
-    counts: torch.Tensor
-
-
-@dataclass(frozen=True)
-class CarriedPlan:
-    """Which rows of a step take what was left, and which leave something; valid after the send.
-
-    Attributes:
-        taken, num_newest: as the op `take_carried` has them; 0 if no sequence is ahead, and then
-            nothing is taken.
-        left: as the op `leave_carried` has it.
-        known: [2, n] int64, places in `CarriedTokens.token_ids`, flattened, and the drafts of the
-            host that belong there; None if there are none.
-        acceptance: where it is synthetic.
-    """
-
-    taken: torch.Tensor
-    num_newest: int
-    left: torch.Tensor
-    known: torch.Tensor | None = None
-    acceptance: CarriedAcceptance | None = None
-
-
-_NOT_TAKEN = torch.empty(6, 0, dtype=torch.int64)
-NOTHING_CARRIED = CarriedPlan(_NOT_TAKEN, 0, torch.empty(2, 0, dtype=torch.int64))
 
 
 @dataclass(frozen=True)
@@ -217,7 +181,7 @@ class CarriedRows(NothingCarried):
         indices = self._indices
         left = staging.put(indices.left)
         if not len(ahead):
-            return CarriedPlan(_NOT_TAKEN, 0, left)
+            return CarriedPlan(NOTHING_TAKEN, 0, left)
         taken, acceptance = staging.put(indices.taken), None
         known = self._known(sequences)
         if plan.synthetic is not None:

@@ -1,25 +1,102 @@
-"""Which rows the tokens of a step get, and where its arrays lie in the staging buffer."""
+"""What a step reads on the device: which rows its tokens get, and where its arrays lie."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from atom.batch import ScheduledSequence
 from atom.graphs.capture import GraphKey
+from atom.graphs.recorded import Recording
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
 from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
 from atom.model_ops.kernels.torch.gather import take_inputs
+from atom.sampling.plan import SamplePlan
 
 # The op `take_inputs`.
 TakeOp = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     tuple[torch.Tensor, torch.Tensor],
 ]
+
+
+@dataclass(frozen=True)
+class CarriedAcceptance:
+    """Synthetic acceptance of A sequences that are ahead, at each place where they may be.
+
+    Attributes:
+        which: [A] int64, of the S sampled sequences.
+        most: [A] int64, the highest position that the newest token may have.
+        counts: [1 + k, A] int64, accepted drafts by how much lower it is.
+    """
+
+    which: torch.Tensor
+    most: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CarriedPlan:
+    """Which rows of a step take what was left, and which leave something; valid after the send.
+
+    Attributes:
+        taken, num_newest: as the op `take_carried` has them; 0 if no sequence is ahead, and then
+            nothing is taken.
+        left: as the op `leave_carried` has it.
+        known: [2, n] int64, places in `CarriedTokens.token_ids`, flattened, and the drafts of the
+            host that belong there; None if there are none.
+        acceptance: where it is synthetic.
+    """
+
+    taken: torch.Tensor
+    num_newest: int
+    left: torch.Tensor
+    known: torch.Tensor | None = None
+    acceptance: CarriedAcceptance | None = None
+
+
+NOTHING_TAKEN = torch.empty(6, 0, dtype=torch.int64)
+NOTHING_CARRIED = CarriedPlan(NOTHING_TAKEN, 0, torch.empty(2, 0, dtype=torch.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """The device inputs of one step.
+
+    Attributes:
+        model_input: T tokens of B sequences.
+        graph: the graph to replay; None to run eagerly.
+        sample: which rows are sampled, and how.
+        next_token_ids: [T] int64, the known token after each row; undefined for sampled rows. None
+            without a proposer that reads steps.
+        sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
+        draft_sampling_rows: [S] int64, the sampled sequences' rows; None when all are greedy, or
+            without a proposer that reads steps.
+        is_decode: whether each sequence has its last known token, even of its prompt, and its
+            drafts, and no others.
+        is_replayable: whether other steps have the same shapes, as steps that decode do, and all
+            that the model's layers read and that differs between them is in tensors.
+        samples_on_device: whether that holds for the choice of tokens, too.
+        carried: what passes from step to step on the device.
+        recordings: of work on these inputs.
+    """
+
+    model_input: ModelInput
+    graph: GraphKey | None
+    sample: SamplePlan
+    next_token_ids: torch.Tensor | None
+    sampled: torch.Tensor | None
+    draft_sampling_rows: torch.Tensor | None
+    is_decode: bool
+    is_replayable: bool
+    samples_on_device: bool
+    carried: CarriedPlan
+    recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
 
 
 class StepLayout:

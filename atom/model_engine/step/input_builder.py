@@ -7,21 +7,27 @@ positions and places in the KV cache differ then; all else is as it was laid out
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import add
-from typing import Any
 
 import numpy as np
 import torch
 
 from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.graphs.capture import GraphKey
-from atom.graphs.recorded import Recording
 from atom.graphs.runner import FitOp
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables, GraphTables, StepTables, StepTablesInPlace
-from atom.model_engine.step.carried import NOTHING_CARRIED, CarriedPlan, NothingCarried
-from atom.model_engine.step.input_buffers import GraphInput, InputBuffers, StepLayout, TakeOp
+from atom.model_engine.step.carried import NothingCarried
+from atom.model_engine.step.input_buffers import (
+    NOTHING_CARRIED,
+    CarriedPlan,
+    GraphInput,
+    InputBuffers,
+    StepInput,
+    StepLayout,
+    TakeOp,
+)
 from atom.model_engine.step.step_images import NO_ROWS, NoImages, RowsOfImages
 from atom.model_ops.attention.metadata import MAX_DECODE_QUERIES, ModelInput, changed
 from atom.model_ops.kernels.torch.gather import take_inputs
@@ -35,41 +41,6 @@ _MOST_KEPT_STEPS = 64
 # (row, number of drafts) of each sequence
 _Key = tuple[tuple[int, int], ...]
 _NO_KEY: _Key = ()
-
-
-@dataclass(frozen=True, eq=False)
-class StepInput:
-    """The device inputs of one step.
-
-    Attributes:
-        model_input: T tokens of B sequences.
-        graph: the graph to replay; None to run eagerly.
-        sample: which rows are sampled, and how.
-        next_token_ids: [T] int64, the known token after each row; undefined for sampled rows. None
-            without a proposer that reads steps.
-        sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
-        draft_sampling_rows: [S] int64, the sampled sequences' rows; None when all are greedy, or
-            without a proposer that reads steps.
-        is_decode: whether each sequence has its last known token, even of its prompt, and its
-            drafts, and no others.
-        is_replayable: whether other steps have the same shapes, as steps that decode do, and all
-            that the model's layers read and that differs between them is in tensors.
-        samples_on_device: whether that holds for the choice of tokens, too.
-        carried: what passes from step to step on the device.
-        recordings: of work on these inputs.
-    """
-
-    model_input: ModelInput
-    graph: GraphKey | None
-    sample: SamplePlan
-    next_token_ids: torch.Tensor | None
-    sampled: torch.Tensor | None
-    draft_sampling_rows: torch.Tensor | None
-    is_decode: bool
-    is_replayable: bool
-    samples_on_device: bool
-    carried: CarriedPlan
-    recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
 
 
 class _LaidOutStep:

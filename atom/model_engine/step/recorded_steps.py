@@ -18,7 +18,7 @@ from atom.batch import ScheduledSequence, StepParts
 from atom.graphs.recorded import Recordable, Recording, StepRecorder
 from atom.graphs.runner import ForwardOp
 from atom.graphs.staging import Arriving
-from atom.model_engine.step.input_builder import StepInput
+from atom.model_engine.step.input_buffers import StepInput
 from atom.model_engine.step.step_runner import ComputedStep, ProposeOp, StepRunner, TargetStep
 from atom.model_ops.kernels.native.bindings import between_kernels
 from atom.sampling.sampler import Sampler, Verified

@@ -23,7 +23,8 @@ from atom.batch import ScheduledSequence, StepParts
 from atom.graphs.capture import MOST_ROWS, GraphKey, Work
 from atom.graphs.runner import GraphRunner
 from atom.kv_cache.memory import PeakOf, estimate_graph_bytes, peak_bytes
-from atom.model_engine.step.input_builder import InputBuilder, StepInput
+from atom.model_engine.step.input_buffers import StepInput
+from atom.model_engine.step.input_builder import InputBuilder
 from atom.model_engine.step.step_runner import ComputedStep, StepRunner, TargetStep
 from atom.model_ops.attention.metadata import ModelInput
 from atom.sampling.plan import KINDS, DecodeRows

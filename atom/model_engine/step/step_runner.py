@@ -14,7 +14,7 @@ from atom.graphs.recorded import Recording
 from atom.graphs.runner import ForwardOp
 from atom.graphs.staging import Arriving, send_to_host
 from atom.kv_cache.memory import PeakOf, peak_bytes
-from atom.model_engine.step.input_builder import StepInput
+from atom.model_engine.step.input_buffers import StepInput
 from atom.model_ops.attention.metadata import ModelInput, ModelOutput, SamplingMetadata
 from atom.sampling.sampler import Sampler, Verified
 from atom.spec_decode.proposers.base import Guide, Proposal, Proposer, VerifiedStep
