@@ -17,8 +17,8 @@ from atom.kv_cache.windows import WindowedBlockTables
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts
-from atom.model_engine.step.carried import CarriedRows, NothingCarried
-from atom.model_engine.step.input_buffers import StepInput
+from atom.model_engine.step.carried import CarriedRows
+from atom.model_engine.step.input_buffers import NothingCarried, StepInput
 from atom.model_engine.step.input_builder import InputBuilder, runs_op_by_op
 from atom.model_engine.step.planned_graphs import draft_numbers
 from atom.model_engine.step.recorded_steps import RecordedSteps

@@ -19,10 +19,10 @@ from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
 from atom.model_engine.step.input_buffers import (
-    NOTHING_CARRIED,
     NOTHING_TAKEN,
     CarriedAcceptance,
     CarriedPlan,
+    NothingCarried,
     StepInput,
 )
 from atom.model_ops.kernels.torch import carried as torch_ops
@@ -100,38 +100,6 @@ class _CarriedIndices:
     def fit(self, layout: RowLayout, ahead: np.ndarray) -> bool:
         """Whether they are those of a step: a repeated step has its layout itself."""
         return layout is self.layout and np.array_equal(ahead, self.ahead)
-
-
-class NothingCarried:
-    """Steps that do not overlap leave nothing on the device.
-
-    Attributes:
-        overlaps: whether they do.
-    """
-
-    overlaps = False
-
-    def put(
-        self,
-        sequences: Sequence[ScheduledSequence],
-        plan: SamplePlan,
-        query_lens: Sequence[int],
-        staging: StagingBuffer,
-    ) -> CarriedPlan:
-        """Stage which rows take and leave something; the step's own inputs are staged already.
-
-        Args:
-            query_lens: [B], rows of each sequence in the forward pass.
-        """
-        return NOTHING_CARRIED
-
-    def take(self, step: StepInput, tables: BlockTables, block_size: int) -> None:
-        """Write into the inputs of a step with sequences ahead what the last one left."""
-
-    def leave(self, step: StepInput, verified: Verified, proposed: Proposal | None) -> None:
-        """Leave a step's tokens and drafts for the next one, which may be launched before they are
-        read.
-        """
 
 
 class CarriedRows(NothingCarried):

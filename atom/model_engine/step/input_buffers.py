@@ -17,6 +17,8 @@ from atom.kv_cache.block_tables import BlockTables
 from atom.model_ops.attention.metadata import AttentionMetadata, ModelInput
 from atom.model_ops.kernels.torch.gather import take_inputs
 from atom.sampling.plan import SamplePlan
+from atom.sampling.sampler import Verified
+from atom.spec_decode.proposers.base import Proposal
 
 # The op `take_inputs`.
 TakeOp = Callable[
@@ -97,6 +99,38 @@ class StepInput:
     samples_on_device: bool
     carried: CarriedPlan
     recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
+
+
+class NothingCarried:
+    """Steps that do not overlap leave nothing on the device.
+
+    Attributes:
+        overlaps: whether they do.
+    """
+
+    overlaps = False
+
+    def put(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        plan: SamplePlan,
+        query_lens: Sequence[int],
+        staging: StagingBuffer,
+    ) -> CarriedPlan:
+        """Stage which rows take and leave something; the step's own inputs are staged already.
+
+        Args:
+            query_lens: [B], rows of each sequence in the forward pass.
+        """
+        return NOTHING_CARRIED
+
+    def take(self, step: StepInput, tables: BlockTables, block_size: int) -> None:
+        """Write into the inputs of a step with sequences ahead what the last one left."""
+
+    def leave(self, step: StepInput, verified: Verified, proposed: Proposal | None) -> None:
+        """Leave a step's tokens and drafts for the next one, which may be launched before they are
+        read.
+        """
 
 
 class StepLayout:

@@ -18,12 +18,12 @@ from atom.graphs.capture import GraphKey
 from atom.graphs.runner import FitOp
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables, GraphTables, StepTables, StepTablesInPlace
-from atom.model_engine.step.carried import NothingCarried
 from atom.model_engine.step.input_buffers import (
     NOTHING_CARRIED,
     CarriedPlan,
     GraphInput,
     InputBuffers,
+    NothingCarried,
     StepInput,
     StepLayout,
     TakeOp,
@@ -53,7 +53,10 @@ class _LaidOutStep:
         step: without what differs between these steps. Where it lies in place, the last of them:
             nothing differs but what is in the buffer.
         tables: where the step's block tables come from.
-        words: what the host memory held, without new block ids; empty unless it is kept.
+        words: what the host memory held, without new block ids. It and the others are empty unless
+            the step is kept.
+        repeated: the host's arrays of `SamplePlan.repeated`.
+        later, draft_places: which of the N tokens are drafts, and where they are in the plan's.
     """
 
     def __init__(
@@ -63,37 +66,17 @@ class _LaidOutStep:
         self.layout = layout
         self.buffers = buffers
         self.tables = tables
-        self.words = self._later = self._draft_places = np.arange(0)
-        self._repeated: Sequence[np.ndarray | None] = ()
+        self.words = self.later = self.draft_places = np.arange(0)
+        self.repeated: Sequence[np.ndarray | None] = ()
 
     def keep(self, staging: StagingBuffer) -> None:
         """Note what is needed to repeat it, before anything else is staged."""
         layout, sample = self.layout, self.step.sample
         self.words = staging.words().copy()
-        self._repeated = [None if t is None else staging.host_array(t) for t in sample.repeated]
-        # Which of the N tokens are drafts, and where they are in the plan's.
-        self._later = np.flatnonzero(layout.offsets)
+        self.repeated = [None if t is None else staging.host_array(t) for t in sample.repeated]
+        self.later = np.flatnonzero(layout.offsets)
         places = layout.owners * sample.layout.most + layout.offsets - 1
-        self._draft_places = places[self._later]
-
-    def fill(
-        self,
-        sequences: Sequence[ScheduledSequence],
-        starts: np.ndarray,
-        tables: BlockTables,
-        block_size: int,
-    ) -> None:
-        """Write what differs in a step of the same layout, as `StepLayout.fill` does."""
-        tokens, positions = self.layout.fill(self.buffers, sequences, starts, tables, block_size)
-        drafts, sampled_positions, accepted = self._repeated
-        if sampled_positions is not None:
-            np.add(positions, 1, out=sampled_positions)
-        if accepted is not None:
-            assert self.step.sample.synthetic is not None
-            accepted[:] = self.step.sample.synthetic.at(starts)
-        if drafts is not None:
-            # What pads them stays.
-            drafts[self._draft_places] = tokens[self._later]
+        self.draft_places = places[self.later]
 
     def in_place(self, block_tables: torch.Tensor, max_context_len: int) -> StepInput:
         """The same step for all with these tables, which bound the lengths of contexts."""
@@ -269,13 +252,28 @@ class InputBuilder:
     def _repeat(
         self, laid_out: _LaidOutStep, sequences: Sequence[ScheduledSequence], starts: Sequence[int]
     ) -> SamplePlan | None:
-        """Stage a step of a known layout; None if the host has no say in it any more."""
+        """Stage what differs in a step of a known layout; None if the host has no say in it any
+        more.
+        """
         self.staging.repeat(laid_out.words)
         sample: SamplePlan | None = laid_out.step.sample
         if sample is not None and not laid_out.step.samples_on_device:
             sample = self._sampler.lay_out_again(sample, sequences, self.staging)
-        if sample is not None:
-            laid_out.fill(sequences, np.array(starts), self._tables, self._block_size)
+        if sample is None:
+            return None
+        first = np.array(starts)
+        tokens, positions = laid_out.layout.fill(
+            laid_out.buffers, sequences, first, self._tables, self._block_size
+        )
+        drafts, sampled_positions, accepted = laid_out.repeated
+        if sampled_positions is not None:
+            np.add(positions, 1, out=sampled_positions)
+        if accepted is not None:
+            assert sample.synthetic is not None
+            accepted[:] = sample.synthetic.at(first)
+        if drafts is not None:
+            # What pads them stays.
+            drafts[laid_out.draft_places] = tokens[laid_out.later]
         return sample
 
     def _lay_out(

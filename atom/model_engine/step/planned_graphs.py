@@ -34,25 +34,17 @@ def create_graph_runner(
     Raises:
         ConfigError: for --cudagraph-capture-sizes on a device without graphs.
     """
-    config, platform = rank.config, rank.platform
-    backend = None if config.graphs.enforce_eager else capture_backend(platform)
-    sizes = config.graphs.capture_sizes
+    config, sizes = rank.config, rank.config.graphs.capture_sizes
+    backend = None if config.graphs.enforce_eager else capture_backend(rank.platform)
+    why = f" on a {rank.platform.kind}: there are no graphs to capture; leave it out"
     if model.op_by_op is not None:
         logger.info("steps run op by op: %s", model.op_by_op)
-        backend = None
-    if backend is None:
-        if sizes is not None and model.op_by_op is not None:
-            raise ConfigError(
-                f"cudagraph_capture_sizes={list(sizes)} has no effect: steps run op by op, as "
-                f"{model.op_by_op}"
-            )
-        if sizes is not None:
-            raise ConfigError(
-                f"cudagraph_capture_sizes={list(sizes)} has no effect on a {platform.kind}: "
-                f"there are no graphs to capture; leave it out"
-            )
-        return None
-    return plan_graphs(rank, forward, lookahead, backend)
+        backend, why = None, f": steps run op by op, as {model.op_by_op}"
+    if backend is not None:
+        return plan_graphs(rank, forward, lookahead, backend)
+    if sizes is not None:
+        raise ConfigError(f"cudagraph_capture_sizes={list(sizes)} has no effect{why}")
+    return None
 
 
 def plan_graphs(

@@ -73,16 +73,12 @@ class RecordedSteps(StepRunner):
         else:
             target = self._in_parts(step)
         replayed = recorder.was_replayed
-        sample = replayed and target.logits is None
-        if target.is_drafted:
-            parts = StepParts(replayed, sample, drafts=replayed)
-            return ComputedStep(target.chosen, None, self._propose, parts)
+        sample, drafts = replayed and target.logits is None, replayed if target.is_drafted else None
         propose: ProposeOp = self._propose
         # What a proposer without a network does is the host's, in every step.
         if recorder.has_program and self._proposer.draft_model is not None:
             propose = partial(self._propose_recorded, target.recordings)
-        view = target.view(sequences, step)
-        return ComputedStep(target.chosen, view, propose, StepParts(replayed, sample))
+        return target.computed(sequences, step, propose, StepParts(replayed, sample, drafts))
 
     def send_to_host(self, *results: Proposal | Verified | None) -> Arriving:
         """They are read in place."""
@@ -140,7 +136,7 @@ class RecordedSteps(StepRunner):
 
         def run() -> TargetStep:
             target = self._compute(_with_unknown_lengths(step))
-            view = target.view([], step) if rests else None
+            view = target.computed([], step, self._propose, StepParts()).view if rests else None
             if view is not None:
                 self._proposer.propose(_with_own_metadata(view), 0)
             return replace(target, is_drafted=view is not None)

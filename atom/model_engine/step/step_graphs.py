@@ -99,7 +99,7 @@ class StepGraphs(StepRunner):
         target = TargetStep(output, verified, last_rows, draft_sampling)
         propose = self._propose if drafting is None else partial(self._replay_drafts, drafting)
         parts = StepParts(True, sample=chosen is not None)
-        return ComputedStep(verified, target.view(sequences, step), propose, parts)
+        return target.computed(sequences, step, propose, parts)
 
     def without_draft_replay(self) -> StepRunner:
         runner = copy.copy(self)

@@ -45,12 +45,6 @@ class TargetStep:
     recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
 
     @property
-    def chosen(self) -> Verified:
-        """The tokens, once they are."""
-        assert self.verified is not None
-        return self.verified
-
-    @property
     def tensors(self) -> list[torch.Tensor]:
         """All but the logits."""
         options = () if self.draft_sampling is None else self.draft_sampling.tensors
@@ -59,12 +53,19 @@ class TargetStep:
         chosen = [] if self.verified is None else [self.verified.sampled, *self.verified.tensors]
         return [*states, *chosen, *kept]
 
-    def view(self, sequences: Sequence[ScheduledSequence], step: StepInput) -> VerifiedStep | None:
-        """What the proposer reads of it; None if it reads no steps."""
-        if step.next_token_ids is None:
-            return None
+    def computed(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        step: StepInput,
+        propose: ProposeOp,
+        parts: StepParts,
+    ) -> ComputedStep:
+        """The step once its tokens are chosen; its drafts are left to do, if there are any."""
+        assert self.verified is not None
+        if step.next_token_ids is None or self.is_drafted:
+            return ComputedStep(self.verified, None, propose, parts)
         assert self.last_rows is not None
-        return VerifiedStep(
+        view = VerifiedStep(
             sequences,
             step.model_input,
             self.output,
@@ -73,6 +74,7 @@ class TargetStep:
             step.sampled,
             self.draft_sampling,
         )
+        return ComputedStep(self.verified, view, propose, parts)
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,7 @@ class StepRunner:
         Args:
             num_drafts: that will follow; None where that is decided once the tokens are known.
         """
-        target = self._compute(step)
-        return ComputedStep(target.chosen, target.view(sequences, step), self._propose, StepParts())
+        return self._compute(step).computed(sequences, step, self._propose, StepParts())
 
     def run_padding(self, row: ModelInput, num_drafts: int) -> None:
         """Compute a row of padding and drafts after it, which other ranks wait for."""
