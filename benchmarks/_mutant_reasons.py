@@ -77,12 +77,6 @@ _REASONS: dict[tuple[str, str, str, str], str] = {
         "(18)",
     ): "the size of a chunk, on which no result depends",
     (
-        "sampling/plan.py",
-        "RowLayout.drafts",
-        "0",
-        "(1)",
-    ): "any token of the step stands where NO_DRAFT is written",
-    (
         "sampling/synthetic.py",
         "SyntheticAcceptance.counts",
         "(bits >> np.uint64(11)) < np.uint64(self._share * 2**53)",

@@ -38,16 +38,20 @@ class RowLayout:
     A batch of a chunk of a prompt, p0 p1, a sequence with two drafts, a b0 b1, and one without, c,
     has rows [p0, p1, a, b0, b1, c] in the forward pass, whose sequences end at [2, 5, 6]. Then
     `indices` is [1, 2], `num_drafts` [2, 0], `logits_indices` [2, 3, 4, 5] (a, b0, b1, c), `owners`
-    [0, 0, 0, 1], `first` [0, 3] and `most` 2; `table` is [[0, 1, 2], [3, 3, 3]] and `drafts` are
-    [[b0, b1], [NO_DRAFT, NO_DRAFT]].
+    [0, 0, 0, 1], `offsets` [0, 1, 2, 0], `first` [0, 3] and `most` 2; `table` is
+    [[0, 1, 2], [3, 3, 3]] and `drafts` are [[b0, b1], [NO_DRAFT, NO_DRAFT]], written from
+    `draft_rows` [3, 4] to `draft_places` [0, 1].
 
     Attributes:
         indices: [S], batch index of each sampled sequence.
         num_drafts: [S].
         first: [S], the first logits row of each.
         logits_indices: [R], row of the forward pass for each row of logits.
-        owners: [R], which of the S sequences a row belongs to.
+        owners, offsets: [R], which of the S sequences a row belongs to, and its place among that
+            one's.
         most: k, the places for drafts of each sequence.
+        draft_rows, draft_places: of all drafts, their rows of the forward pass, and their places
+            among the S * k.
     """
 
     indices: list[int]
@@ -55,7 +59,10 @@ class RowLayout:
     first: np.ndarray
     logits_indices: np.ndarray
     owners: np.ndarray
+    offsets: np.ndarray
     most: int
+    draft_rows: np.ndarray
+    draft_places: np.ndarray
 
     @classmethod
     def of(
@@ -71,11 +78,15 @@ class RowLayout:
         first = np.cumsum(counts) - counts
         owners = np.repeat(np.arange(len(indices)), counts)
         begins = ends[indices] - counts if indices else counts
-        logits_indices = begins[owners] + np.arange(len(owners)) - first[owners]
+        offsets = np.arange(len(owners)) - first[owners]
+        logits_indices = begins[owners] + offsets
         most = int(num_drafts.max(initial=0))
         if len(owners) != len(indices) * (most + 1):
             most = max(most, ragged_most)
-        return cls(indices, num_drafts, first, logits_indices, owners, most)
+        later = np.flatnonzero(offsets)
+        places = owners[later] * most + offsets[later] - 1
+        rows = logits_indices[later]
+        return cls(indices, num_drafts, first, logits_indices, owners, offsets, most, rows, places)
 
     def table(self) -> np.ndarray | None:
         """[S, k + 1] logits rows, padded by repeating the last; None when all have k drafts."""
@@ -87,10 +98,8 @@ class RowLayout:
 
     def drafts(self, token_ids: np.ndarray) -> np.ndarray:
         """[S, k] draft tokens, taken from the forward pass's tokens and padded with `NO_DRAFT`."""
-        places = np.arange(self.most)
-        after = self.logits_indices[self.first][:, None] + 1 + places
-        inside = places < self.num_drafts[:, None]
-        drafts: np.ndarray = np.where(inside, token_ids[np.where(inside, after, 0)], NO_DRAFT)
+        drafts = np.full((len(self.indices), self.most), NO_DRAFT)
+        drafts.reshape(-1)[self.draft_places] = token_ids[self.draft_rows]
         return drafts
 
 

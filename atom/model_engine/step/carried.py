@@ -75,26 +75,23 @@ class _CarriedIndices:
         rows: [S], the sequences' rows.
         query_lens: [B], rows of each sequence in the forward pass.
         """
-        first = layout.logits_indices[layout.first]
-        num_drafts = layout.num_drafts[ahead]
+        indices = np.array(layout.indices, dtype=np.int64)
+        is_ahead = np.zeros(len(indices), dtype=bool)
+        is_ahead[ahead] = True
+        ahead_rows = np.flatnonzero(is_ahead[layout.owners])
         # The newest tokens of all of them, then the drafts.
-        owners = np.concatenate(
-            (np.arange(len(ahead)), np.repeat(np.arange(len(ahead)), num_drafts))
-        )
-        of_tokens = ahead[owners]
-        begins = np.cumsum(num_drafts) - num_drafts
-        later = np.arange(num_drafts.sum()) - np.repeat(begins, num_drafts)
-        offsets = np.concatenate((np.zeros(len(ahead), dtype=np.int64), later + 1))
-        indices = np.array(layout.indices, dtype=np.int64)[ahead]
-        targets = np.concatenate((indices, ahead[owners[len(ahead) :]] * layout.most + later))
+        taken = ahead_rows[np.argsort(layout.offsets[ahead_rows] > 0, kind="stable")]
+        owners, offsets = layout.owners[taken], layout.offsets[taken]
+        places = owners * layout.most + offsets - 1
         columns = (
-            rows[of_tokens],
+            rows[owners],
             offsets,
-            first[of_tokens] + offsets,
-            layout.first[of_tokens] + offsets,
-            targets,
-            query_lens[indices][owners],
+            layout.logits_indices[taken],
+            taken,
+            np.where(offsets == 0, indices[owners], places),
+            query_lens[indices[owners]],
         )
+        first = layout.logits_indices[layout.first]
         return cls(layout, ahead, np.stack(columns), np.stack((rows, first)))
 
     def fit(self, layout: RowLayout, ahead: np.ndarray) -> bool:

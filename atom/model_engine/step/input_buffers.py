@@ -187,25 +187,21 @@ class StepLayout:
         starts: np.ndarray,
         tables: BlockTables,
         block_size: int,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Write what differs between steps of this layout.
+    ) -> np.ndarray:
+        """Write what differs between steps of this layout; returns the N tokens' positions.
 
         Args:
             starts: [B], the positions of the sequences' first tokens.
-
-        Returns:
-            The N tokens and their positions.
         """
         count = self.num_sequences
         where = self.token_rows if self.is_captured else slice(None)
-        tokens = np.array([token for s in sequences for token in s.token_ids])
-        positions = starts[self.owners] + self.offsets
-        buffers.input_ids[where] = tokens
+        positions: np.ndarray = starts[self.owners] + self.offsets
+        buffers.input_ids[where] = [token for s in sequences for token in s.token_ids]
         buffers.positions[where] = positions
         buffers.slots[where] = tables.slots_at(self._table_rows, positions, block_size)
         buffers.context_lens[:count] = starts + self._lens
         buffers.block_counts[:count] = [s.num_blocks for s in sequences]
-        return tokens, positions
+        return positions
 
 
 class InputBuffers:

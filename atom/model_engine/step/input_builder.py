@@ -53,10 +53,8 @@ class _LaidOutStep:
         step: without what differs between these steps. Where it lies in place, the last of them:
             nothing differs but what is in the buffer.
         tables: where the step's block tables come from.
-        words: what the host memory held, without new block ids. It and the others are empty unless
-            the step is kept.
-        repeated: the host's arrays of `SamplePlan.repeated`.
-        later, draft_places: which of the N tokens are drafts, and where they are in the plan's.
+        words: what the host memory held, without new block ids; empty unless the step is kept.
+        repeated: the host's arrays of `SamplePlan.repeated`; likewise.
     """
 
     def __init__(
@@ -66,17 +64,14 @@ class _LaidOutStep:
         self.layout = layout
         self.buffers = buffers
         self.tables = tables
-        self.words = self.later = self.draft_places = np.arange(0)
+        self.words = np.arange(0)
         self.repeated: Sequence[np.ndarray | None] = ()
 
     def keep(self, staging: StagingBuffer) -> None:
         """Note what is needed to repeat it, before anything else is staged."""
-        layout, sample = self.layout, self.step.sample
         self.words = staging.words().copy()
-        self.repeated = [None if t is None else staging.host_array(t) for t in sample.repeated]
-        self.later = np.flatnonzero(layout.offsets)
-        places = layout.owners * sample.layout.most + layout.offsets - 1
-        self.draft_places = places[self.later]
+        repeated = self.step.sample.repeated
+        self.repeated = [None if t is None else staging.host_array(t) for t in repeated]
 
     def in_place(self, block_tables: torch.Tensor, max_context_len: int) -> StepInput:
         """The same step for all with these tables, which bound the lengths of contexts."""
@@ -262,7 +257,7 @@ class InputBuilder:
         if sample is None:
             return None
         first = np.array(starts)
-        tokens, positions = laid_out.layout.fill(
+        positions = laid_out.layout.fill(
             laid_out.buffers, sequences, first, self._tables, self._block_size
         )
         drafts, sampled_positions, accepted = laid_out.repeated
@@ -273,7 +268,8 @@ class InputBuilder:
             accepted[:] = sample.synthetic.at(first)
         if drafts is not None:
             # What pads them stays.
-            drafts[laid_out.draft_places] = tokens[laid_out.later]
+            rows = sample.layout
+            drafts[rows.draft_places] = laid_out.buffers.input_ids[rows.draft_rows]
         return sample
 
     def _lay_out(
