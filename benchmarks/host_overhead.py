@@ -26,7 +26,7 @@ from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.step.carried import CarriedRows
-from atom.model_engine.step.input_builder import InputBuilder, runs_op_by_op
+from atom.model_engine.step.input_builder import InputBuilder
 from atom.model_engine.step.step_runner import StepRunner
 from atom.model_ops.attention.metadata import ModelInput, ModelOutput, SamplingMetadata
 from atom.sampling.ops import SamplingOps
@@ -135,7 +135,6 @@ class NullExecutor:
         )
         carried = CarriedRows(num_seqs, num_drafts, CPU) if depth > 1 else None
         inputs = InputBuilder(
-            runs_op_by_op,
             sampler,
             BlockTables(num_seqs, -(-longest // BLOCK_SIZE), CPU),
             max_num_tokens=num_seqs * context,

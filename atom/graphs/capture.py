@@ -176,7 +176,7 @@ class GraphPlan:
         return max(self.keys, key=lambda key: (key.num_rows, key.max_context_len))
 
     def fit(self, num_sequences: int, query_len: int, num_cached: int) -> GraphKey | None:
-        """The smallest graph that fits a batch; None if none does. As `FitOp`."""
+        """The smallest graph that fits a batch, as `GraphRunner.fit`; None if none does."""
         length = next((n for n in self.query_lens if n >= query_len), None)
         size = next((n for n in self.batch_sizes if n >= num_sequences), None)
         if length is None or size is None:

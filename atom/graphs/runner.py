@@ -28,12 +28,6 @@ ForwardOp = Callable[[ModelInput], ModelOutput]
 GraphInputs = Callable[[GraphKey], Callable[[], ModelInput]]
 
 
-# (number of sequences, tokens of the longest query, most tokens of a sequence before its query) ->
-# the graph for such a batch; None to run it op by op. The graph's query may be longer: it is that
-# of all sequences, with rows of padding behind their own.
-FitOp = Callable[[int, int, int], GraphKey | None]
-
-
 class GraphRunner:
     """Has a graph for every batch with queries no longer than the longest that is captured.
 
@@ -56,7 +50,14 @@ class GraphRunner:
         self.graph_aux_hidden: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
 
     def fit(self, num_sequences: int, query_len: int, num_cached: int) -> GraphKey | None:
-        """As `FitOp`."""
+        """The graph for a batch; None to run it op by op.
+
+        Its query may be longer: it is that of all sequences, with rows of padding behind their own.
+
+        Args:
+            query_len: tokens of the longest query.
+            num_cached: most tokens of a sequence before its query.
+        """
         key = self.plan.fit(num_sequences, query_len, num_cached)
         return key if key is not None and key in self.captured else None
 

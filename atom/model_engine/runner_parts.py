@@ -9,7 +9,6 @@ import msgspec
 import torch
 
 from atom.batch import LaunchedStep, RankStep, ScheduledBatch, StepOutput
-from atom.graphs.runner import FitOp
 from atom.kv_cache.block_tables import BlockTables
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.canary import KVCanary
@@ -19,7 +18,7 @@ from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts
 from atom.model_engine.step.carried import CarriedRows
 from atom.model_engine.step.input_buffers import NothingCarried, StepInput
-from atom.model_engine.step.input_builder import InputBuilder, runs_op_by_op
+from atom.model_engine.step.input_builder import InputBuilder
 from atom.model_engine.step.planned_graphs import draft_numbers
 from atom.model_engine.step.recorded_steps import RecordedSteps
 from atom.model_engine.step.step_graphs import StepGraphs
@@ -158,23 +157,18 @@ def _create_inputs(
 ) -> InputBuilder:
     scheduler = rank.config.scheduler
     create = InputBuilder if rank.config.cache.debug_kv_canary is None else WatchedInputs
-    fit: FitOp = runs_op_by_op
-    graph_tables = 0, 0
-    if parts.graphs is not None:
-        plan = parts.graphs.plan
-        fit, graph_tables = parts.graphs.fit, (plan.batch_sizes[-1], plan.table_width)
+    block_size, graphs = rank.config.cache.block_size, parts.graphs
     # The last bound of graphs has room for padding behind the longest context.
-    block_size = rank.config.cache.block_size
-    width = max(-(-rank.context.max_model_len // block_size), graph_tables[1])
+    longest = 0 if graphs is None else graphs.plan.table_width
+    width = max(-(-rank.context.max_model_len // block_size), longest)
     if parts.windows is None:
         tables = BlockTables(scheduler.max_num_seqs, width, rank.context.device)
     else:
         tables = WindowedBlockTables(scheduler.max_num_seqs, width, parts.windows)
     return create(
-        fit,
         sampler,
         tables,
-        graph_tables,
+        graphs,
         max_num_tokens=scheduler.max_num_batched_tokens,
         block_size=block_size,
         drafts=parts.proposer.reads_steps,

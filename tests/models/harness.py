@@ -19,7 +19,7 @@ from atom.kv_cache.block_tables import BlockTables
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.kv_cache.state_pool import StatePool, recurrent_layers
-from atom.model_engine.step.input_builder import InputBuilder, runs_op_by_op
+from atom.model_engine.step.input_builder import InputBuilder
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import build_model
 from atom.model_ops.attention.metadata import ModelOutput
@@ -111,15 +111,12 @@ class ModelBench:
         vocab_size = self.model.token_embedding.vocab_size
         grammars = GrammarCache(NoGrammars())
         rows = SamplingRows(MAX_SEQS, vocab_size, frozenset(), self.device, grammars)
-        shape = (0, 0)
-        if graphs is not None:
-            shape = graphs.plan.batch_sizes[-1], graphs.plan.table_width
-        width = max(-(-self._max_model_len // self.block_size), shape[1])
+        longest = 0 if graphs is None else graphs.plan.table_width
+        width = max(-(-self._max_model_len // self.block_size), longest)
         self.inputs = InputBuilder(
-            runs_op_by_op if graphs is None else graphs.fit,
             Sampler(self.model.compute_logits, rows, vocab_size, self.device),
             BlockTables(MAX_SEQS, width, self.device),
-            shape,
+            graphs,
             max_num_tokens=512,
             block_size=self.block_size,
             drafts=False,

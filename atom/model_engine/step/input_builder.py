@@ -15,7 +15,7 @@ import torch
 
 from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.graphs.capture import GraphKey
-from atom.graphs.runner import FitOp
+from atom.graphs.runner import GraphRunner
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables, GraphTables, StepTables, StepTablesInPlace
 from atom.model_engine.step.input_buffers import (
@@ -125,9 +125,8 @@ class InputBuilder:
         carried: what passes from step to step on the device.
 
     Args:
-        fit: chooses the graph for a batch.
-        tables: of the sequences that run.
-        graph_tables: shape of the largest graph's block tables; (0, 0) if every step runs eagerly.
+        tables: of the sequences that run; at least as wide as those of graphs.
+        graphs: None if every step runs op by op.
         max_num_tokens: limit of a step.
         drafts: whether to compute `next_token_ids`, which proposers read.
         in_place: whether the inputs of steps with the same shapes are at the same addresses.
@@ -139,10 +138,9 @@ class InputBuilder:
 
     def __init__(
         self,
-        fit: FitOp,
         sampler: Sampler,
         tables: BlockTables,
-        graph_tables: tuple[int, int] = (0, 0),
+        graphs: GraphRunner | None = None,
         *,
         max_num_tokens: int,
         block_size: int,
@@ -157,7 +155,7 @@ class InputBuilder:
         num_rows, device = len(tables.on_device), tables.on_device.device
         most = max(max_num_tokens, num_rows * MAX_DECODE_QUERIES)
         num_bytes = most * _TOKEN_BYTES + num_rows * _SEQUENCE_BYTES + _MORE_BYTES
-        self._fit = fit
+        self._graphs = graphs
         self._padding_row = num_rows
         self._sampler = sampler
         self._block_size = block_size
@@ -173,7 +171,8 @@ class InputBuilder:
         self._tables = tables
         self._no_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self._step_tables = (StepTablesInPlace if in_place else StepTables)(tables)
-        self._graph_tables = GraphTables(tables, *graph_tables)
+        size = (0, 0) if graphs is None else (graphs.plan.batch_sizes[-1], graphs.plan.table_width)
+        self._graph_tables = GraphTables(tables, *size)
 
     def graph_input(self, key: GraphKey) -> GraphInput:
         """The inputs to capture a graph on: all padding, at the addresses that replays will use."""
@@ -220,9 +219,10 @@ class InputBuilder:
         images = self.images.rows(sequences) if self.images.are_running else NO_ROWS
         graph, key = None, _NO_KEY
         if not any(images):
-            longest_query = max([len(s.token_ids) for s in sequences])
-            graph = self._fit(len(sequences), longest_query, max(starts))
             key = _decode_key(sequences)
+            if self._graphs is not None:
+                longest_query = max([len(s.token_ids) for s in sequences])
+                graph = self._graphs.fit(len(sequences), longest_query, max(starts))
         self._tables.grow(sequences)
         laid_out = self._kept.get((key, graph))
         sample = None if laid_out is None else self._repeat(laid_out, sequences, starts)
@@ -377,8 +377,3 @@ class InputBuilder:
         if middle:
             after[layout.ends[middle] - 1] = [sequences[i].successor_token for i in middle]
         buffers.successors[: layout.num_rows] = after
-
-
-def runs_op_by_op(*_: int) -> GraphKey | None:
-    """The `FitOp` of engines without graphs."""
-    return None
