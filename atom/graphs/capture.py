@@ -120,6 +120,10 @@ def capture_backend(platform: Platform) -> CaptureBackend | None:
     return CudaGraphBackend() if platform.is_gpu else None
 
 
+# The target's layers, the choice of tokens with verification, and the drafts.
+Stage = Literal["target", "choose", "draft"]
+
+
 @dataclass(frozen=True)
 class GraphKey:
     """One graph: a stage of a step, for so many sequences with as many queries each.
@@ -127,19 +131,22 @@ class GraphKey:
     Attributes:
         batch_size, query_len: sequences, of which fewer are padded, and the queries of each.
         max_context_len: longest context that it serves; all, if it reads none.
-        stage: the target's layers, the choice of tokens with verification, or the drafts.
         variant: in which way, where a stage has several.
     """
 
     batch_size: int
     query_len: int
     max_context_len: int
-    stage: Literal["target", "choose", "draft"] = "target"
+    stage: Stage = "target"
     variant: Hashable = None
 
     @property
     def num_rows(self) -> int:
         return self.batch_size * self.query_len
+
+    def behind(self, stage: Stage, variant: Hashable) -> GraphKey:
+        """A later stage of the same step."""
+        return GraphKey(self.batch_size, self.query_len, self.max_context_len, stage, variant)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -25,7 +26,7 @@ from atom.graphs.runner import GraphRunner
 from atom.kv_cache.memory import PeakOf, estimate_graph_bytes, peak_bytes
 from atom.model_engine.step.input_buffers import StepInput
 from atom.model_engine.step.input_builder import InputBuilder
-from atom.model_engine.step.step_runner import ComputedStep, StepRunner, TargetStep
+from atom.model_engine.step.step_runner import ComputedStep, ProposeOp, StepRunner, TargetStep
 from atom.model_ops.attention.metadata import ModelInput
 from atom.sampling.plan import KINDS, DecodeRows
 from atom.sampling.sampler import Sampler, Verified
@@ -70,7 +71,8 @@ class StepGraphs(StepRunner):
         super().__init__(target.forward, sampler, proposer)
         self._target = target
         self._inputs = inputs
-        self._draft_numbers = draft_numbers
+        # Numbers of drafts, and whether some of them are not greedy.
+        self._drafts = [(n, s) for n in draft_numbers for s in ((False, True) if n else (False,))]
         self._synthetic = synthetic
         self._captured = target.captured
         self._kept: dict[tuple[int, int], _Kept] = {}
@@ -87,30 +89,27 @@ class StepGraphs(StepRunner):
         drafting = self._key_of_drafts(step, num_drafts)
         chosen = self._replay_choice(step, step.graph)
         verified, last_rows = self._choose(step, output) if chosen is None else chosen
-        if drafting is not None and chosen is None:
-            assert last_rows is not None
-            self._kept_of(step.graph).last_rows[: len(last_rows)] = last_rows
-        # A graph of drafts reads the options by itself.
-        draft_sampling = (
-            self._sampler.draft_sampling(step.sample, step.draft_sampling_rows)
-            if drafting is None
-            else None
-        )
+        propose: ProposeOp = self._propose
+        draft_sampling = None
+        if drafting is None:
+            draft_sampling = self._sampler.draft_sampling(step.sample, step.draft_sampling_rows)
+        else:  # It reads the options by itself, and the rows where the choice's graph writes them.
+            propose = partial(self._replay_drafts, drafting)
+            if chosen is None and last_rows is not None:
+                self._kept_of(step.graph).last_rows[: len(last_rows)] = last_rows
         target = TargetStep(output, verified, last_rows, draft_sampling)
-        propose = self._propose if drafting is None else partial(self._replay_drafts, drafting)
         parts = StepParts(True, sample=chosen is not None)
         return target.computed(sequences, step, propose, parts)
 
     def without_draft_replay(self) -> StepRunner:
         runner = copy.copy(self)
-        runner._draft_numbers = ()
+        runner._drafts = []
         return runner
 
     @property
     def num_graphs(self) -> tuple[int, int, int]:
-        stages = self._target.plan.keys, self._choice_keys(), self._draft_keys()
-        layers, choices, drafts = (sum(1 for _ in keys) for keys in stages)
-        return layers, choices, drafts
+        stages = Counter(key.stage for key in (*self._target.plan.keys, *self._keys()))
+        return stages["target"], stages["choose"], stages["draft"]
 
     def estimate_graph_bytes(self, peak_of: PeakOf = peak_bytes) -> int:
         of_layers, *of_others = self.num_graphs
@@ -124,7 +123,7 @@ class StepGraphs(StepRunner):
         """Capture all graphs, the layers' first."""
         self._target.capture(self._read)
         started = time.perf_counter()
-        keys = [*self._choice_keys(), *self._draft_keys()]
+        keys = self._keys()
         for key in tqdm(keys, desc="Capturing choices and drafts", unit="graph", disable=None):
             if key.stage == "draft":
                 self._capture(key, self._drafting(key))
@@ -147,13 +146,13 @@ class StepGraphs(StepRunner):
 
     def _rehearse(self) -> None:
         """After the layers, run once what needs the most memory, without capturing it."""
-        by_rows = sorted(self._choice_keys(), key=lambda key: (key.num_rows, key.variant))
+        choices = [key for key in self._keys() if key.stage == "choose"]
         with torch.inference_mode():
             # None where all numbers of sequences to capture are above `MOST_ROWS`.
-            for choice in by_rows[-1:]:
-                self._choosing(choice)()
-            for key in self._keys_of_drafts(self._target.plan.largest)[-1:]:
-                self._drafting(key)()
+            for key in sorted(choices, key=lambda key: (key.num_rows, key.variant))[-1:]:
+                self._choosing(key)()
+            for variant in self._drafts[-1:]:
+                self._drafting(self._target.plan.largest.behind("draft", variant))()
 
     def _replay_choice(
         self, step: StepInput, graph: GraphKey
@@ -178,10 +177,9 @@ class StepGraphs(StepRunner):
         """The graph that makes the step's drafts, if it is known how many there are."""
         if step.graph is None or step.next_token_ids is None or step.sampled is not None:
             return None
-        if num_drafts is None or num_drafts not in self._draft_numbers:
-            return None
-        key = _draft_key(step.graph, num_drafts, step.sample.rows is not None and num_drafts > 0)
-        return key if key in self._captured else None
+        variant = num_drafts, step.sample.rows is not None and bool(num_drafts)
+        key = step.graph.behind("draft", variant)
+        return key if variant in self._drafts and key in self._captured else None
 
     def _replay_drafts(
         self, key: GraphKey, view: VerifiedStep, num_drafts: int, guide: Guide | None
@@ -195,20 +193,13 @@ class StepGraphs(StepRunner):
         bound = self._target.plan.context_bounds[0]
         return GraphKey(graph.batch_size, graph.query_len, bound, "choose", kind)
 
-    def _choice_keys(self) -> Iterator[GraphKey]:
-        for graph in self._target.plan.keys:
-            smallest = graph.max_context_len == self._target.plan.context_bounds[0]
-            if smallest and graph.num_rows <= MOST_ROWS:
-                yield from (self._choice_key(graph, kind) for kind in reversed(KINDS))
-
-    def _draft_keys(self) -> Iterator[GraphKey]:
-        for graph in self._target.plan.keys:
-            yield from self._keys_of_drafts(graph)
-
-    def _keys_of_drafts(self, graph: GraphKey) -> list[GraphKey]:
-        """The graphs to capture behind one of the target's."""
-        kinds = [(n, r) for n in self._draft_numbers for r in ((False, True) if n else (False,))]
-        return [_draft_key(graph, num_drafts, is_sampled) for num_drafts, is_sampled in kinds]
+    def _keys(self) -> list[GraphKey]:
+        """What is captured behind the layers, the largest first."""
+        layers, bound = self._target.plan.keys, self._target.plan.context_bounds[0]
+        of_choices = [k for k in layers if k.max_context_len == bound and k.num_rows <= MOST_ROWS]
+        choices = [self._choice_key(key, kind) for key in of_choices for kind in reversed(KINDS)]
+        drafts = [key.behind("draft", variant) for key in layers for variant in self._drafts]
+        return [*choices, *drafts]
 
     def _kept_of(self, graph: GraphKey) -> _Kept:
         key = graph.batch_size, graph.query_len
@@ -254,11 +245,3 @@ class StepGraphs(StepRunner):
             return self._proposer.propose(step, num_drafts).tensors
 
         return propose
-
-
-def _draft_key(graph: GraphKey, num_drafts: int, is_sampled: bool) -> GraphKey:
-    """The drafts of each sequence behind a graph of the target's layers, whose rows they read, and
-    whether some of them are not greedy.
-    """
-    size, length, bound = graph.batch_size, graph.query_len, graph.max_context_len
-    return GraphKey(size, length, bound, "draft", (num_drafts, is_sampled))
