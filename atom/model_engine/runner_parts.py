@@ -22,8 +22,9 @@ from atom.model_engine.step.input_builder import InputBuilder
 from atom.model_engine.step.planned_graphs import draft_numbers
 from atom.model_engine.step.recorded_steps import RecordedSteps
 from atom.model_engine.step.step_graphs import StepGraphs
-from atom.model_engine.step.step_images import EncoderCache, NoImages, StepImages
+from atom.model_engine.step.step_images import NoImages, StepImages
 from atom.model_engine.step.step_runner import StepRunner
+from atom.models.vision.encoder_cache import EncoderCache
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
