@@ -150,7 +150,7 @@ def test_what_a_recording_derived_is_derived_again() -> None:
     nothing: Any = None
     steps = RecordedSteps(recorder, nothing, nothing, DerivingProposer(Lookahead(1)))
     step = step_of([Part(2, 0, [0])], [torch.zeros(2, 1)], [1234, 5678], [1], 4)
-    proposal, replayed = steps._propose_recorded(step, {}, 1, None)
+    proposal, replayed = steps._propose_recorded({}, step, 1, None)
     assert not replayed
     assert recorder._refused
     assert proposal.token_ids.tolist() == [[5678]]
