@@ -1,6 +1,7 @@
 """Shortens the import of torch in programs that need it: `begin`, before anything imports it.
 
-- Its libraries are loaded by a thread, while this one imports other modules.
+- Its libraries are loaded by a thread, while this one imports other modules. Those in C would wait
+  for the thread, since one library is loaded at a time, so what programs need of them comes first.
 - Modules of it that nothing here needs wait until they are needed. Most of their time goes into
   registering functions for the meta device, without which some operations on tensors that have no
   values raise `NotImplementedError`: see `with_meta_functions`.
@@ -8,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -24,13 +26,26 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _META_FUNCTIONS = "torch._meta_registrations"
-_WAITING = frozenset((_META_FUNCTIONS, "torch.export", "torch.quantization"))
+_WAITING = frozenset(
+    (
+        *(_META_FUNCTIONS, "torch.export", "torch.quantization", "torch.distributions"),
+        *("torch.masked", "torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable"),
+        *("torch.nn.quantized", "torch.optim", "torch.profiler", "torch.signal.windows"),
+        *("torch.utils.data", "torch._native", "torchgen.model", "unittest.mock"),
+    )
+)
 # What is written for a whole torch, and brings it.
 _ASKS_FOR_ALL = frozenset(
     (
         *("torch._dynamo", "torch._inductor", "torch._decomp", "torch._refs", "torch._prims"),
         *("torch._functorch.aot_autograd", "transformers.modeling_utils"),
     )
+)
+_EXTENSIONS = (
+    *("_bisect", "_blake2", "_bz2", "_contextvars", "_csv", "_ctypes", "_datetime", "_decimal"),
+    *("_hashlib", "_heapq", "_json", "_lzma", "_opcode", "_pickle", "_posixsubprocess", "_queue"),
+    *("_random", "_sha512", "_socket", "_struct", "_uuid", "array", "binascii", "fcntl", "grp"),
+    *("math", "mmap", "select", "unicodedata", "zlib", "markupsafe._speedups", "msgspec"),
 )
 _LIBRARY = "libtorch_python.so"
 _OF_GPUS = ("libtorch_cuda.so", "libtorch_hip.so")
@@ -58,6 +73,23 @@ class _WaitingLoader(Loader):
         """Not yet."""
 
 
+class _LoadedLoader(Loader):
+    """Of a module that its package has imported before.
+
+    An import takes the spec of a module that is there by then, so it has another one meanwhile.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+        module.__spec__ = ModuleSpec(module.__name__, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
 class _Finder(MetaPathFinder):
     """Finds the modules that wait, and sees who asks for them."""
 
@@ -69,6 +101,10 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name in _ASKS_FOR_ALL:
             complete()
+        package = sys.modules.get(name.rpartition(".")[0])
+        # A package comes before what is in it, and mostly brings that.
+        if package is not None and self.run(package) and name in sys.modules:
+            return ModuleSpec(name, _LoadedLoader(sys.modules[name]))
         if name not in _WAITING:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -107,10 +143,21 @@ def begin(*, loads: bool = True) -> None:
     libraries = folder / "lib"
     # Those for GPUs are loaded in an order of their own.
     if (libraries / _LIBRARY).exists() and not any((libraries / of).exists() for of in _OF_GPUS):
+        _import_extensions()
         load = ctypes.CDLL(None).dlopen  # which, unlike an import, lets other threads run
         arguments = os.fsencode(libraries / _LIBRARY), os.RTLD_LAZY
         # No daemon: a program that ends in the middle of it would crash.
         threading.Thread(target=load, args=arguments).start()
+
+
+def _import_extensions() -> None:
+    for name in _EXTENSIONS:
+        with contextlib.suppress(ImportError):  # which may be part of the interpreter
+            importlib.import_module(name)
+    import tokenizers
+
+    # Memory of its threads is found under the same lock, once for each.
+    tokenizers.Tokenizer(tokenizers.models.BPE())
 
 
 def is_for_gpus() -> bool:

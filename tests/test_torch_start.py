@@ -46,6 +46,43 @@ assert torch.export.Dim.__module__ == "torch.export.dynamic_shapes"
 assert type(torch.export) is type(sys)
 """
 
+LATER = """
+import sys
+from atom import torch_start
+torch_start.begin()
+import torch
+from torch import nn
+waiting = [sys.modules[name] for name in sorted(torch_start._WAITING) if name in sys.modules]
+assert len(waiting) == len(torch_start._WAITING)
+assert all(type(module) is torch_start._WaitingModule for module in waiting)
+if sys.argv[1] == "parts":
+    from torch.optim.lr_scheduler import LambdaLR
+    from torch.utils.data.distributed import DistributedSampler
+    from torch.distributions.normal import Normal
+    from torch.nn.quantized.dynamic import Linear
+from torch.utils.data import DataLoader, TensorDataset
+layer = nn.Linear(3, 2)
+optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+if sys.argv[1] == "parts":
+    LambdaLR(optimizer, lambda step: 1.0)
+    assert torch.optim.lr_scheduler.LambdaLR is LambdaLR
+    assert torch.distributions.Normal is Normal
+before = layer.weight.detach().clone()
+for (x,) in DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2):
+    layer(x).sum().backward()
+    optimizer.step()
+assert not torch.equal(layer.weight, before)
+assert torch.distributions.Normal(torch.tensor(0.0), 1.0).sample().isfinite()
+with torch.profiler.profile() as profile:
+    torch.ones(3).sum()
+assert profile.key_averages()
+assert torch.signal.windows.hann(4).shape == (4,)
+assert torch.masked.sum(torch.ones(2, 3)).item() == 6
+assert torch.nn.quantized.FloatFunctional().add(torch.ones(1), torch.ones(1)).item() == 2
+from unittest import mock
+assert mock.Mock(return_value=3)() == 3
+"""
+
 COMPILED = """
 import sys
 from atom import torch_start
@@ -60,6 +97,12 @@ torch.where(*torch.empty(3, 2, device="meta").bool())
 
 def test_modules_wait_until_they_are_needed() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("first", ["names", "parts"])
+def test_what_waited_works_when_it_is_asked_for(first: str) -> None:
+    """By its own names, and where a module within it is imported first."""
+    subprocess.run([sys.executable, "-c", LATER, first], cwd=ROOT, check=True)
 
 
 def test_what_is_written_for_all_of_torch_brings_it() -> None:

@@ -10,7 +10,6 @@ python -m atom.examples.simple_inference --model MODEL --prompt "Why is the sky 
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import sys
 from collections.abc import Sequence
@@ -20,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from atom import torch_start
 from atom.command_line.parser import CommandLine
 from atom.config import ConfigError
+from atom.entrypoints.offline.start import start_llm
 from atom.model_engine.arg_utils import (
     EngineOptions,
     add_engine_flags,
@@ -116,7 +115,6 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
-    torch_start.begin()
     args = create_parser(prog).parse_args(argv)
     try:
         prompts = read_prompts(args)
@@ -177,7 +175,7 @@ def _answer_all(
     """Args:
     warm_up: tokens of an answer that is not shown and comes first; 0 for none.
     """
-    llm = _start(given)
+    llm = start_llm(given)
     if shown and (weights := llm.engine.core.limits.weights):
         print(weights)
     if warm_up:  # No measured prompt is cached by it.
@@ -190,17 +188,6 @@ def _answer_all(
         answers.append(_answer(llm, prompt, params, shown=shown))
     llm.shutdown()
     return answers
-
-
-def _start(given: EngineOptions) -> LLM:
-    # What a start makes stays; looking for garbage in it would take a tenth of the time.
-    gc.disable()
-    try:
-        from atom.entrypoints.llm import LLM
-
-        return LLM(**given, no_speculation=not speculation_of(given))
-    finally:
-        gc.enable()
 
 
 def _answer(llm: LLM, prompt: str, params: SamplingParams, *, shown: bool) -> Answer:

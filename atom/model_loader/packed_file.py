@@ -27,16 +27,10 @@ from struct import Struct
 
 import msgspec
 
-from atom.config import ModelOptions
-from atom.environment import cache_dir
-from atom.model_loader.gguf.cache import recall, wishes_of
-from atom.model_loader.locate import embedded_model
-from atom.model_ops.kernels.native.build import native_build
-from atom.torch_start import is_for_gpus
+from atom.model_ops.kernels.native.build import is_compiled, native_build
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".packed"
 # Of each tensor: what lines of the processors' caches have.
 ALIGNMENT = 64
 _PREFIX = Struct("<Q32s")
@@ -154,6 +148,8 @@ _ahead: dict[Path, PackedFile] = {}
 
 def read_ahead(path: Path) -> None:
     """Read a file that is likely to be asked for; nothing where it cannot be used."""
+    if not is_compiled():  # this is no thread to compile in
+        return
     num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1))  # others import meanwhile
     with contextlib.suppress(PackedFileError, OSError):  # whoever asks for it is told
         _ahead[path] = PackedFile(path, num_threads)
@@ -167,23 +163,6 @@ def read_packed(path: Path, num_threads: int) -> PackedFile:
     """
     found = _ahead.pop(path, None)
     return found or PackedFile(path, min(_MOST_THREADS, num_threads))
-
-
-def likely_file(options: ModelOptions) -> Path | None:
-    """The file of a model's packed weights that was used last, if its GGUF file is converted."""
-    if is_for_gpus() or options.load_format == "dummy":
-        return None
-    path = embedded_model() if options.model is None else Path(options.model).expanduser()
-    if not path.is_file() or path.suffix != ".gguf":
-        return None
-    known = recall(path, wishes_of(options), cache_dir() / "gguf")
-    found = [] if known is None else packed_files(known[0])
-    return found[0] if found else None
-
-
-def packed_files(folder: Path) -> list[Path]:
-    """Those of a converted file, the one that was used last in front."""
-    return sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def encode_header(header: Header) -> bytes:

@@ -27,17 +27,15 @@ import torch
 from torch import nn
 
 from atom.environment import cache_limit
-from atom.model_loader.gguf.cache import make_room
+from atom.model_loader.gguf.cache import PACKED_SUFFIX, make_room, packed_files
 from atom.model_loader.packed_file import (
     ALIGNMENT,
-    SUFFIX,
     Header,
     PackedEntry,
     PackedFileError,
     TensorEntry,
     checked_sum,
     encode_header,
-    packed_files,
     read_packed,
 )
 from atom.model_loader.placement import Placement
@@ -148,7 +146,7 @@ def packed_cache(
         if (name := names.get(id(placement.target.module))) is not None
     ]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return PackedCache(folder / f"{digest}{SUFFIX}", modules)
+    return PackedCache(folder / f"{digest}{PACKED_SUFFIX}", modules)
 
 
 def _constant(name: str) -> str:
@@ -243,7 +241,7 @@ def _temporary(path: Path) -> Iterator[Path]:
     """An empty file beside `path`, which is removed if it is there at the end; so are those that
     killed processes left behind.
     """
-    for left in path.parent.glob(f".*{SUFFIX}.tmp-*"):
+    for left in path.parent.glob(f".*{PACKED_SUFFIX}.tmp-*"):
         _remove_unless_locked(left)
     temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
     with temporary.open("wb") as file:

@@ -25,7 +25,8 @@ from atom.distributed.parallel_state import ParallelGroup
 from atom.model_loader import packed_file, packed_weights
 from atom.model_loader.checkpoint import list_tensors
 from atom.model_loader.gguf.cache import use
-from atom.model_loader.packed_file import likely_file, read_ahead
+from atom.model_loader.locate import converted_before
+from atom.model_loader.packed_file import read_ahead
 from atom.model_loader.packed_weights import Prepares, packed_cache
 from atom.model_loader.placement import find_targets, place_tensors
 from atom.model_loader.source import ModelSource, resolve_model
@@ -302,12 +303,12 @@ def is_mapped_from(folder: Path, address: int) -> bool:
 
 def test_what_is_read_ahead_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ModelOptions(str(path))
-    assert likely_file(options) is None
+    assert converted_before(options) is None
     first, folder = build(options)
     (name,) = files(folder)
-    assert likely_file(options) == folder / name
-    assert likely_file(ModelOptions(str(folder))) is None
-    assert likely_file(ModelOptions(str(path), load_format="dummy")) is None
+    assert converted_before(options) == folder
+    assert converted_before(ModelOptions(str(folder))) is None
+    assert converted_before(ModelOptions(str(path), load_format="dummy")) is None
     opened = []
     read_header = packed_file._read_header
     monkeypatch.setattr(

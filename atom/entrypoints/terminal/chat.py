@@ -15,9 +15,9 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from atom import torch_start
 from atom.command_line.parser import CommandLine, did_you_mean
 from atom.config import ConfigError
+from atom.entrypoints.offline.start import start_llm
 from atom.entrypoints.terminal.settings import (
     SETTING_FLAGS,
     SETTINGS,
@@ -32,7 +32,6 @@ from atom.model_engine.arg_utils import (
     add_no_speculation,
     choose_draft,
     engine_options,
-    speculation_of,
 )
 
 HELP = """\
@@ -97,13 +96,7 @@ def _connect(args: argparse.Namespace) -> ChatModel:
 def _load(args: argparse.Namespace) -> ChatModel:
     if args.api_key is not None:
         raise ConfigError("--api-key has no effect without --url")
-    torch_start.begin()
-    given = choose_draft(engine_options(args), args.no_speculation)
-    # After the options were found right: these imports bring torch.
-    from atom.entrypoints.llm import LLM
-
-    llm = LLM(**given, no_speculation=not speculation_of(given))
-    return LocalModel(llm)
+    return LocalModel(start_llm(choose_draft(engine_options(args), args.no_speculation)))
 
 
 def _unknown(command: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from atom import torch_start
 from atom.command_line.parser import did_you_mean
 from atom.version import __version__
 
@@ -25,12 +26,14 @@ class Program(NamedTuple):
         entry: `module:function`, which takes the arguments and `prog`; "" where `programs` says
             what the next word may be.
         distribution: what it comes with, if not with the engine, and the words that install it.
+        is_engine: whether it runs an engine in this process, whatever its arguments.
     """
 
     help: str
     entry: str = ""
     programs: Mapping[str, Program] = MappingProxyType({})
     distribution: str = ""
+    is_engine: bool = False
 
     @property
     def is_installed(self) -> bool:
@@ -42,9 +45,11 @@ PROGRAMS = {
         "serve a model with the OpenAI and Anthropic APIs", "atom.entrypoints.openai_server:main"
     ),
     "chat": Program("talk to a model in the terminal", "atom.entrypoints.terminal.chat:main"),
-    "run": Program("answer one prompt", "atom.entrypoints.terminal.run:main"),
+    "run": Program("answer one prompt", "atom.entrypoints.terminal.run:main", is_engine=True),
     "demo": Program(
-        "what speculation brings on this machine", "atom.examples.simple_inference:main"
+        "what speculation brings on this machine",
+        "atom.examples.simple_inference:main",
+        is_engine=True,
     ),
     "bench": Program(
         "measure a server or an engine under load",
@@ -88,6 +93,8 @@ def _dispatch(prog: str, program: Program, words: Sequence[str], about: str = ""
         if not program.is_installed:
             print(f"error: {prog} comes with {program.distribution}", file=sys.stderr)
             return 2
+        if program.is_engine and not {"-h", "--help"}.intersection(words):
+            torch_start.begin()  # while the program is imported
         module, _, function = program.entry.partition(":")
         status: int = getattr(importlib.import_module(module), function)(words, prog=prog)
         return status

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from atom import torch_start
 from atom.command_line.parser import CommandLine
 from atom.config import ConfigError
+from atom.entrypoints.offline.start import start_llm
 from atom.entrypoints.terminal.settings import (
     SETTING_FLAGS,
     SETTINGS,
@@ -26,22 +26,17 @@ from atom.model_engine.arg_utils import (
     add_no_speculation,
     choose_draft,
     engine_options,
-    speculation_of,
 )
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "atom run") -> int:
     """Returns 0 when answered, 1 when the engine failed, 130 after Ctrl-C."""
-    torch_start.begin()
     parser = create_parser(prog)
     args = parser.parse_args(argv)
     try:
         prompt = _read_prompt(args.prompt)
         settings = given_settings(args) | _read_settings(args.set or ())
-        given = choose_draft(engine_options(args), args.no_speculation)
-        from atom.entrypoints.llm import LLM
-
-        llm = LLM(**given, no_speculation=not speculation_of(given))
+        llm = start_llm(choose_draft(engine_options(args), args.no_speculation))
         talk = Talk(LocalModel(llm), args.system, settings)
     except (ConfigError, ValueError) as error:
         parser.error(str(error))

@@ -36,6 +36,7 @@ from atom.model_engine.processes import wire
 from atom.model_engine.processes.causes import is_users
 from atom.model_engine.processes.heartbeat import Heart
 from atom.model_engine.processes.memory import give_back_memory
+from atom.model_loader import ahead
 
 logger = logging.getLogger(__name__)
 
@@ -211,10 +212,16 @@ def main() -> int:
     parser.add_argument("--socket-dir", type=Path, required=True, help="where the sockets lie")
     parser.add_argument("--name", default="engine", help="what the log calls this process")
     parser.add_argument("--cpus", type=int, nargs="+", help="processors to keep to")
+    parser.add_argument(
+        "--packed", type=Path, nargs="*", default=[], help="packed weights that may be asked for"
+    )
     args = parser.parse_args()
     socket_dir: Path = args.socket_dir
     if args.cpus is not None:  # before torch counts them
         os.sched_setaffinity(0, args.cpus)
+    # What a start makes stays; looking for garbage in it would take a tenth of the time.
+    gc.disable()
+    ahead.begin_weights(args.packed)
     torch_start.begin()
     # Ctrl-C and service managers signal the whole process group, but the frontend drains its
     # requests first and then ends this process itself.
@@ -230,8 +237,6 @@ def main() -> int:
         socket.set_hwm(0)
         socket.linger = _LINGER_MS
     requests.bind(wire.requests_address(socket_dir))
-    # What a start makes stays; looking for garbage in it would take a tenth of the time.
-    gc.disable()
     # Imported after signals and stdin are handled, since it takes seconds.
     from atom.model_engine.engine_core import EngineCore
     from atom.model_loader.source import resolve_model

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Part of each folder's name; increase it when the conversion changes.
 CONVERTER_VERSION = 6
+# Of files of packed weights, beside the converted ones.
+PACKED_SUFFIX = ".packed"
 _HASHED_BYTES = 1 << 20
 # Locks on the folders that this process uses; the kernel lets go of them when it ends.
 _in_use: dict[Path, int] = {}
@@ -108,6 +110,12 @@ def use(folder: Path) -> None:
 def is_in_use(folder: Path) -> bool:
     """Whether this process keeps the folder: its files stay as they are."""
     return folder in _in_use
+
+
+def packed_files(folder: Path) -> list[Path]:
+    """Those of a converted file, the one that was used last in front."""
+    found = folder.glob(f"*{PACKED_SUFFIX}")
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def make_room(cache: Path, needed: int, limit: int) -> bool:

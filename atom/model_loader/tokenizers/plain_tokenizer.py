@@ -110,6 +110,22 @@ class PlainTokenizer:
         return template
 
 
+# Tokenizers that were read before somebody asked for them.
+_ahead: dict[Path, PlainTokenizer] = {}
+
+
+def read_plain_ahead(folder: Path) -> None:
+    """Read the tokenizer of a folder that is likely to be asked for, if it is a plain one."""
+    if is_plain(folder):
+        _ahead[folder] = PlainTokenizer(folder)
+
+
+def plain_tokenizer(folder: Path) -> PlainTokenizer:
+    """That of a folder, which is not read again where it was read ahead."""
+    found = _ahead.pop(folder, None)
+    return PlainTokenizer(folder) if found is None else found
+
+
 def is_plain(folder: Path) -> bool:
     """Whether a folder's tokenizer can be read as a `PlainTokenizer`."""
     path = folder / "tokenizer_config.json"

@@ -9,7 +9,11 @@ from atom.config import ConfigError, ModelOptions
 from atom.model_loader.hub import download_tokenizer, looks_like_path
 from atom.model_loader.read_files import read_tokenizer
 from atom.model_loader.tokenizers.default_templates import DEFAULT_TEMPLATES
-from atom.model_loader.tokenizers.plain_tokenizer import PlainTokenizer, is_plain
+from atom.model_loader.tokenizers.plain_tokenizer import (
+    PlainTokenizer,
+    is_plain,
+    plain_tokenizer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +42,7 @@ def load_text_tokenizer(
         ConfigError: when there is none or it cannot be loaded.
     """
     if options.tokenizer is None and is_plain(source.path):
-        tokenizer = PlainTokenizer(source.path)
+        tokenizer = plain_tokenizer(source.path)
         tokenizer.chat_template = tokenizer.chat_template or _default_template(source)
         return tokenizer
     return load_tokenizer(source, options)

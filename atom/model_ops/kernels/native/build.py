@@ -13,11 +13,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -63,9 +65,25 @@ class NativeBuild:
     reason: str | None
 
 
-@functools.cache
+_building = threading.Lock()
+
+
 def native_build() -> NativeBuild:
     """The kernels of this process: compiled at the first start on a machine, then cached."""
+    with _building:  # threads that ask at once wait for one
+        return _native_build()
+
+
+def is_compiled() -> bool:
+    """Whether the kernels can be loaded at once."""
+    try:
+        return _plan(cache_dir() / "native").target.exists()
+    except (NativeBuildError, OSError):
+        return False
+
+
+@functools.cache
+def _native_build() -> NativeBuild:
     try:
         return NativeBuild(ctypes.CDLL(str(build(cache_dir() / "native"))), None)
     except (NativeBuildError, OSError) as error:
@@ -82,14 +100,7 @@ def build(folder: Path) -> Path:
     Raises:
         NativeBuildError: when there is no compiler or compiling fails.
     """
-    compiler = _find_compiler()
-    flags = [*_FLAGS, _processor_flag()]
-    identity = [compiler, _identity(Path(compiler)), *flags, _processor()]
-    objects = {
-        source: folder / f"{_digest([*identity, *_content(source)])}.o"
-        for source in sorted(SOURCE_DIR.rglob("*.cpp"))
-    }
-    target = folder / f"{_digest(path.name for path in objects.values())}.so"
+    compiler, flags, objects, target = _plan(folder)
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,6 +129,28 @@ def build(folder: Path) -> Path:
         compilers.run(link)
         os.replace(library, target)
     return target
+
+
+class _Plan(NamedTuple):
+    """How kernels are compiled: sources with their object files, and the library of all."""
+
+    compiler: str
+    flags: list[str]
+    objects: dict[Path, Path]
+    target: Path
+
+
+@functools.cache
+def _plan(folder: Path) -> _Plan:
+    compiler = _find_compiler()
+    flags = [*_FLAGS, _processor_flag()]
+    identity = [compiler, _identity(Path(compiler)), *flags, _processor()]
+    objects = {
+        source: folder / f"{_digest([*identity, *_content(source)])}.o"
+        for source in sorted(SOURCE_DIR.rglob("*.cpp"))
+    }
+    target = folder / f"{_digest(path.name for path in objects.values())}.so"
+    return _Plan(compiler, flags, objects, target)
 
 
 def _find_compiler() -> str:
