@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ def test_the_time_to_what_follows_a_text() -> None:
         "import time\nprint('> hi', flush=True)\ntime.sleep(0.3)\n"
         "while time.process_time() < 0.1: pass\nprint('x', flush=True)"
     )
-    seconds, processor_seconds = start_up.measure(("-c", program), b"> hi\n")
+    seconds, processor_seconds = start_up.measure((sys.executable, "-c", program), b"> hi\n")
     assert seconds >= 0.3
     assert 0 < processor_seconds < seconds
     with pytest.raises(SystemExit, match="without a token"):
-        start_up.measure(("-c", "print('> hi')"), b"> hi\n")
+        start_up.measure((sys.executable, "-c", "print('> hi')"), b"> hi\n")
 
 
 def tokens_of(*pieces: bytes) -> int:
