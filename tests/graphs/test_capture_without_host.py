@@ -37,7 +37,7 @@ from atom.model_ops.attention.metadata import (
     ModelOutput,
     SamplingMetadata,
 )
-from atom.model_ops.kernels.torch.speculation import advance_drafts, place_blocks
+from atom.model_ops.kernels.torch.speculation import place_drafts
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.op_table.ops import OPS
 from atom.model_ops.registry import OpTable
@@ -257,9 +257,9 @@ def test_eagle3_drafts_ask_the_device_for_nothing(
     config = Eagle3Config.from_folder(tmp_path)
     draft = draft_class(config, DraftParts(True, True, True), AUX, on_no_device)
     limits, choice = (bind(draft, on_no_device), 4, BLOCK_SIZE, 128), DraftSampler(op=choose)
-    proposer: Proposer = ChainProposer(Eagle3Chain(draft), *limits, advance_drafts, choice)
+    proposer: Proposer = ChainProposer(Eagle3Chain(draft), *limits, place_drafts, choice)
     if kind == "peagle":
-        proposer = BlockProposer(ParallelEagleModel(draft), *limits, place_blocks, choice)
+        proposer = BlockProposer(ParallelEagleModel(draft), *limits, place_drafts, choice)
     check_drafts(proposer, on_no_device, draft_bench.HIDDEN, len(AUX))
 
 
@@ -268,7 +268,7 @@ def test_mtp_drafts_ask_the_device_for_nothing(on_no_device: LayerContext, tmp_p
     assert isinstance(target, DeepseekV3ForCausalLM)
     mtp = PredictionLayers(target, [MTPParts(), MTPParts()], on_no_device)
     limits, choice = (bind(mtp, on_no_device), 4, BLOCK_SIZE, 128), DraftSampler(op=choose)
-    proposer = ChainProposer(MTPChain(mtp, 60), *limits, advance_drafts, choice)
+    proposer = ChainProposer(MTPChain(mtp, 60), *limits, place_drafts, choice)
     check_drafts(proposer, on_no_device, 48, 0)
 
 
@@ -278,7 +278,7 @@ def test_drafts_of_a_model_ask_the_device_for_nothing(
 ) -> None:
     model = target_on(on_no_device, checkpoints.llama, tmp_path)
     limits, choice = (bind(model, on_no_device), 4, BLOCK_SIZE, 128), DraftSampler(op=choose)
-    proposer = ChainProposer(DraftModelChain(model, maps), *limits, advance_drafts, choice)
+    proposer = ChainProposer(DraftModelChain(model, maps), *limits, place_drafts, choice)
     check_drafts(proposer, on_no_device, 48, 0)
 
 

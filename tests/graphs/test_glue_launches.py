@@ -163,9 +163,9 @@ def proposer_of(
     draft = draft_class(config, DraftParts(True, True, True), aux, context)
     limits = K, BLOCK_SIZE, CONTEXT
     choose = context.ops.resolve("choose_drafts", torch.float32, vocab_size=config.draft_vocab_size)
-    advance = context.ops.resolve("advance_drafts", context.dtype)
+    place = context.ops.resolve("place_drafts", context.dtype)
     choice = DraftSampler(draft.target_ids, op=choose)
-    return ChainProposer(Eagle3Chain(draft), bind(draft, context), *limits, advance, choice)
+    return ChainProposer(Eagle3Chain(draft), bind(draft, context), *limits, place, choice)
 
 
 def without_layers(patch: pytest.MonkeyPatch) -> None:

@@ -62,28 +62,21 @@ def test_sequences_advance_within_their_blocks(ops: ModuleType) -> None:
     positions = torch.tensor([2, 6, 7, 0])
     tables = torch.tensor([[5, 3, 9], [7, 1, 9], [2, 4, 6], [9, 9, 9]], dtype=torch.int32)
     counts = torch.tensor([2, 2, 3, 0], dtype=torch.int32)
+    tokens = torch.tensor([50, 51, 52, 53])
     for distance, inside, slots in (
         (1, [3, 7, 8, 0], [23, 7, 24, -1]),
         (2, [4, 7, 9, 0], [12, -1, 25, -1]),
         (3, [5, 7, 9, 0], [13, -1, -1, -1]),
     ):
-        given = positions, distance, tables[:, :], counts, 4, 10
-        got = ops.advance_drafts(*given)
+        given = tokens, positions, tables[:, :], counts, distance, 1, 99, 4, 10
+        got = ops.place_drafts(*given)
         assert [t.tolist() for t in got] == [
+            tokens.tolist(),
             inside,
             slots,
             [p + 1 for p in inside],
             [0, 1, 2, 3, 4],
         ]
-        assert [t.dtype for t in got] == [torch.int64] * 2 + [torch.int32] * 2
-    assert [
-        len(t) for t in ops.advance_drafts(positions[:0], 1, tables[:0], counts[:0], 4, 10)
-    ] == [
-        0,
-        0,
-        0,
-        1,
-    ]
 
 
 @NATIVE
@@ -145,7 +138,7 @@ def test_blocks_lie_behind_their_sequences(ops: ModuleType) -> None:
     anchors, positions = torch.tensor([50, 51, 52, 53, 0]), torch.tensor([2, 5, 7, 7, 0])
     tables = torch.tensor([[5, 3, 9], [7, 1, 9], [2, 4, 6], [2, 4, 6], [9, 9, 9]]).int()
     counts = torch.tensor([2, 2, 3, 2, 0], dtype=torch.int32)
-    got = ops.place_blocks(anchors, positions, tables, counts, 3, 99, 4, 10)
+    got = ops.place_drafts(anchors, positions, tables, counts, 1, 3, 99, 4, 10)
     expected = [
         [a for anchor in anchors.tolist() for a in (anchor, 99, 99)],
         [3, 4, 5, 6, 7, 7, 8, 9, 9, 7, 7, 7, 0, 0, 0],
@@ -155,7 +148,7 @@ def test_blocks_lie_behind_their_sequences(ops: ModuleType) -> None:
     ]
     assert [t.tolist() for t in got] == expected
     assert [t.dtype for t in got] == [torch.int64] * 3 + [torch.int32] * 2
-    none = ops.place_blocks(anchors[:0], positions[:0], tables[:0], counts[:0], 3, 99, 4, 10)
+    none = ops.place_drafts(anchors[:0], positions[:0], tables[:0], counts[:0], 1, 3, 99, 4, 10)
     assert [len(t) for t in none] == [0, 0, 0, 0, 1]
 
 
@@ -164,9 +157,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ops, rows = native_speculation, torch.arange(8)
     tables, counts = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     with pytest.raises(IndexError, match="3 blocks, its table 2"):
-        ops.advance_drafts(rows[:1], 1, tables, counts, 4, 99)
-    with pytest.raises(IndexError, match="3 blocks, its table 2"):
-        ops.place_blocks(rows[:1], rows[:1], tables, counts, 4, 99, 4, 99)
+        ops.place_drafts(rows[:1], rows[:1], tables, counts, 1, 4, 99, 4, 99)
     with pytest.raises(ValueError, match="verify_drafts"):
         ops.verify_drafts(SAMPLED[:7], DRAFTS[:2], None)
     with pytest.raises(IndexError, match="sequence 2"):

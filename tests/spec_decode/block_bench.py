@@ -20,7 +20,7 @@ from atom.model_loader.drafts.block import load_block_draft
 from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.source import ModelSource
 from atom.model_ops.attention.metadata import ModelInput, ModelOutput, SamplingMetadata
-from atom.model_ops.kernels.torch.speculation import place_blocks
+from atom.model_ops.kernels.torch.speculation import place_drafts
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.block_draft.draft import BlockDraft
@@ -412,7 +412,7 @@ class BlockBench:
             draft.config.max_drafts,
             self.block_size,
             128,
-            place_blocks,
+            place_drafts,
             self.choice,
         )
         builder.allocate_kv_cache_tensors(num_blocks)

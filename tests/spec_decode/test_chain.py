@@ -18,7 +18,7 @@ from atom.model_ops.attention.metadata import (
     ModelOutput,
     SamplingMetadata,
 )
-from atom.model_ops.kernels.torch.speculation import advance_drafts
+from atom.model_ops.kernels.torch.speculation import place_drafts
 from atom.spec_decode.proposers.base import DraftSampler, NullProposer, VerifiedStep
 from atom.spec_decode.proposers.chain_proposer import ChainModel, ChainProposer
 from atom.spec_decode.proposers.eagle3 import Eagle3Chain
@@ -69,7 +69,7 @@ def proposer_of(model: ChainModel, num_drafts: int = STEPS + 1) -> ChainProposer
     cache = PagedCache({}, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     choice = DraftSampler(model.target_ids, 0.8)
     limits = num_drafts, BLOCK_SIZE, MAX_MODEL_LEN
-    return ChainProposer(model, cache, *limits, advance_drafts, choice)
+    return ChainProposer(model, cache, *limits, place_drafts, choice)
 
 
 def step_at(

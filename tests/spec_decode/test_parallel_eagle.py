@@ -21,7 +21,7 @@ from atom.kv_cache.builders import bind_kv_caches
 from atom.model_loader.errors import WeightError
 from atom.model_loader.source import ModelSource
 from atom.model_ops.kernels.native.build import native_build
-from atom.model_ops.kernels.torch.speculation import place_blocks
+from atom.model_ops.kernels.torch.speculation import place_drafts
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.eagle3.base import Eagle3Draft
@@ -97,7 +97,7 @@ class Reference(ReferenceDraft):
 
 def proposer_of(
     model: Eagle3Draft,
-    place: Callable[..., Any] = place_blocks,
+    place: Callable[..., Any] = place_drafts,
     choice: DraftSampler | None = None,
 ) -> BlockProposer:
     """Of up to 5 drafts, with an empty cache of 16 blocks of 4 tokens."""
@@ -161,7 +161,7 @@ def test_the_first_proposal_of_all_may_be_recorded(tmp_path: Path, llama_target:
     folder = draft_bench.write_draft(tmp_path, NATIVE, tensors_of(NATIVE))
     model = draft_bench.load(folder, *llama_target)
     ops = LayerContext.create(torch.float32, 128, cpu_platform()).ops
-    place = ops.resolve("place_blocks", torch.float32)
+    place = ops.resolve("place_drafts", torch.float32)
     tokens, aux = random_text()
     step = replace(
         step_of([Part(12, 0, [3, 9, 1, 14, 0])], aux, tokens, [11], 4), draft_sampling=None

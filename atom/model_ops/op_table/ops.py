@@ -467,15 +467,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("triton.sampling.speculation:place_samples"),
         invariant("torch.speculation:place_samples"),
     ),
-    "advance_drafts": (
-        invariant("native.speculation:advance_drafts"),
-        invariant("triton.sampling.speculation:advance_drafts"),
-        invariant("torch.speculation:advance_drafts"),
-    ),
-    "place_blocks": (
-        invariant("native.speculation:place_blocks"),
-        invariant("triton.sampling.speculation:place_blocks"),
-        invariant("torch.speculation:place_blocks"),
+    "place_drafts": (
+        invariant("native.speculation:place_drafts"),
+        invariant("triton.sampling.speculation:place_drafts"),
+        invariant("torch.speculation:place_drafts"),
     ),
     "take_carried": (
         invariant("triton.sampling.carried:take_carried"),

@@ -254,6 +254,7 @@ class DraftModel(ABC):
         target_ids: [V_draft] int64, the target's token of each logit; None if these are the same.
         temperature_scale: as in `DraftSampler`.
         kv_depends_on_successor, expected_acceptance, num_slots: as in `Lookahead`.
+        mask_token_id: what rows read where there is no token yet.
         aux_layer_ids, reads_hidden_states, reads_images: as in `Proposer`.
     """
 
@@ -265,6 +266,7 @@ class DraftModel(ABC):
     kv_depends_on_successor: bool = False
     expected_acceptance: ExpectedAcceptance | None = None
     num_slots: int = 0
+    mask_token_id: int = 0
     aux_layer_ids: tuple[int, ...] = ()
     reads_hidden_states: bool = False
     reads_images: bool = False
@@ -301,25 +303,12 @@ class NewestRows:
     block_counts: torch.Tensor
     max_context_len: int
 
-    def metadata(
-        self, slots: torch.Tensor, context_lens: torch.Tensor, starts: torch.Tensor, num_rows: int
-    ) -> AttentionMetadata:
-        """Of `num_rows` rows of each sequence: their slots [S * num_rows], its context length, and
-        where it starts, [S + 1].
-        """
-        return AttentionMetadata(
-            slot_mapping=slots,
-            block_tables=self.block_tables,
-            block_counts=self.block_counts,
-            context_lens=context_lens,
-            cu_seqlens_q=starts,
-            max_seqlen_q=num_rows,
-            max_context_len=self.max_context_len,
-            query_lens_cpu=(num_rows,) * len(self.block_tables),
-            context_lens_cpu=None,
-        )
 
-
+# The op `place_drafts`.
+PlaceOp = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int, int, int],
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+]
 _Model = TypeVar("_Model", bound=DraftModel)
 
 
@@ -327,12 +316,10 @@ class ModelProposer(Proposer, Generic[_Model]):
     """Proposes up to `num_speculative_tokens` drafts of a model, beside the target's KV cache.
 
     Args:
-        place: the op of this name in `place_op`, which says where drafts' rows are in the cache.
         choice: of drafts from logits.
     """
 
     reads_steps = True
-    place_op: ClassVar[str]
 
     def __init__(
         self,
@@ -341,7 +328,7 @@ class ModelProposer(Proposer, Generic[_Model]):
         num_speculative_tokens: int,
         block_size: int,
         max_model_len: int,
-        place: Callable[..., tuple[torch.Tensor, ...]],
+        place: PlaceOp,
         choice: DraftSampler,
     ) -> None:
         self.lookahead = Lookahead(
@@ -386,7 +373,7 @@ class ModelProposer(Proposer, Generic[_Model]):
             options.num_speculative_tokens,
             size,
             context.max_model_len,
-            context.ops.resolve(cls.place_op, context.dtype),
+            context.ops.resolve("place_drafts", context.dtype),
             DraftSampler(model.target_ids, scale, op=choose, confident=confident),
         )
 
@@ -406,3 +393,39 @@ class ModelProposer(Proposer, Generic[_Model]):
         longest = min(metadata.max_context_len + num_behind, self._max_model_len)
         capacity = tables.shape[1] * self._block_size
         return NewestRows(positions, tables, counts, min(longest, capacity))
+
+    def _rows_behind(
+        self, newest: NewestRows, token_ids: torch.Tensor, distance: int, num_rows: int
+    ) -> ModelInput:
+        """`num_rows` rows of each sequence, the first one `distance` positions behind its newest.
+
+        Beyond its blocks or `max_model_len`, a sequence stays at its last position with slot -1:
+        the scheduler never verifies those drafts. Of token c and 3 rows, 1 behind position 1:
+        (c, 2) (mask, 3) (mask, 4), as (token, position).
+
+        Args:
+            token_ids: [S] int64, of the first rows.
+        """
+        token_ids, positions, slots, context_lens, starts = self._place(
+            token_ids,
+            newest.positions,
+            newest.block_tables,
+            newest.block_counts,
+            distance,
+            num_rows,
+            self._model.mask_token_id,
+            self._block_size,
+            self._max_model_len,
+        )
+        metadata = AttentionMetadata(
+            slot_mapping=slots,
+            block_tables=newest.block_tables,
+            block_counts=newest.block_counts,
+            context_lens=context_lens,
+            cu_seqlens_q=starts,
+            max_seqlen_q=num_rows,
+            max_context_len=newest.max_context_len,
+            query_lens_cpu=(num_rows,) * len(newest.block_tables),
+            context_lens_cpu=None,
+        )
+        return ModelInput(token_ids, positions, metadata)

@@ -33,11 +33,9 @@ class BlockModel(DraftModel):
     """A draft model of blocks.
 
     Attributes:
-        mask_token_id: what its rows read where there is no token yet.
         path: chooses along the block.
     """
 
-    mask_token_id: int
     path: PathHead = PathHead()
 
     @abstractmethod
@@ -61,14 +59,12 @@ class BlockProposer(ModelProposer[BlockModel]):
     a token's.
     """
 
-    place_op = "place_blocks"
-
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         model, count = self._model, len(step.last_rows)
         if num_drafts == 0 or not count:
             model.write_kv(step)
             return Proposal.empty(step, num_drafts)
-        states = model.compute_states(step, self._rows_behind, num_drafts)
+        states = model.compute_states(step, self._place_rows, num_drafts)
         is_greedy = step.draft_sampling is None and step.guide is None
         if is_greedy and not self._choice.confident and not model.path.walks:
             # No logits, which every rank would need all of.
@@ -76,27 +72,11 @@ class BlockProposer(ModelProposer[BlockModel]):
             return Proposal(greedy.view(num_drafts, count).t().contiguous())
         return self._walk(step, states)
 
-    def _rows_behind(
-        self, step: VerifiedStep, token_ids: torch.Tensor, num_rows: int
-    ) -> ModelInput:
-        """As `PlaceRows`. Rows without a slot, where a sequence is about to end, are seen by none.
-
-        Of the newest token c at position 2 and three rows: (c, 2) (mask, 3) (mask, 4).
-        """
+    def _place_rows(self, step: VerifiedStep, token_ids: torch.Tensor, num_rows: int) -> ModelInput:
+        """As `PlaceRows`; rows without a slot, near a sequence's end, are seen by none."""
         positions = step.model_input.positions[step.last_rows]
         newest = self._newest_rows(step, positions, num_rows)
-        token_ids, positions, slots, context_lens, starts = self._place(
-            token_ids,
-            newest.positions,
-            newest.block_tables,
-            newest.block_counts,
-            num_rows,
-            self._model.mask_token_id,
-            self._block_size,
-            self._max_model_len,
-        )
-        metadata = newest.metadata(slots, context_lens, starts, num_rows)
-        return ModelInput(token_ids, positions, metadata)
+        return self._rows_behind(newest, token_ids, 1, num_rows)
 
     def _walk(self, step: VerifiedStep, states: torch.Tensor) -> Proposal:
         """One draft after the other, from states [drafts, S, hidden]."""

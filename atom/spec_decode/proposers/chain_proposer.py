@@ -17,7 +17,6 @@ from atom.spec_decode.proposers.base import (
     Chosen,
     DraftModel,
     ModelProposer,
-    NewestRows,
     Proposal,
     VerifiedStep,
     together,
@@ -81,8 +80,6 @@ class ChainProposer(ModelProposer[ChainModel]):
         (a, 0) (b, 1), (c, 2) -> x, (x, 3) -> y, (y, 4) -> z        of tokens alone
     """
 
-    place_op = "advance_drafts"
-
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         model, given, last = self._model, step.model_input, step.last_rows
         reads_target = model.kv_depends_on_successor
@@ -133,30 +130,12 @@ class ChainProposer(ModelProposer[ChainModel]):
         lag = 0 if self._model.kv_depends_on_successor else 1
         behind = self._newest_rows(step, newest, num_drafts - 1 + lag)
         for index in range(len(drafts), num_drafts):
-            rows = self._rows_behind(behind, token_ids, index + lag)
+            rows = self._rows_behind(behind, token_ids, index + lag, 1)
             rows.attention.leave(DRAFT_CHOICE, choice)
             states, hidden = self._model.forward(index, rows, hidden)
             drafts.append(self._choose(step, index, states, rows.positions))
             token_ids = drafts[-1].token_ids
         return together(drafts) if len(step.last_rows) else Proposal.empty(step, num_drafts)
-
-    def _rows_behind(
-        self, newest: NewestRows, token_ids: torch.Tensor, distance: int
-    ) -> ModelInput:
-        """One token of each sequence, `distance` positions behind its newest row.
-
-        Beyond its blocks or `max_model_len`, a sequence stays at its last position with slot -1:
-        the scheduler never verifies those drafts.
-        """
-        positions, slots, context_lens, starts = self._place(
-            newest.positions,
-            distance,
-            newest.block_tables,
-            newest.block_counts,
-            self._block_size,
-            self._max_model_len,
-        )
-        return ModelInput(token_ids, positions, newest.metadata(slots, context_lens, starts, 1))
 
     def _choose(
         self, step: VerifiedStep, index: int, states: torch.Tensor, positions: torch.Tensor

@@ -57,13 +57,9 @@ def _tables(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _integers(count, 2048, dtype=INT32), _integers(count, dtype=INT32)
 
 
-def _advance(count: int, distance: int) -> Arguments:
-    return _fixed(_integers(count), distance, *_tables(count), 64, 131072)
-
-
-def _blocks(count: int) -> Arguments:
-    tokens = _integers(count), _integers(count)
-    return _fixed(*tokens, *_tables(count), 8, 151667, 64, 131072)
+def _drafts(count: int, distance: int, num_rows: int) -> Arguments:
+    tokens, sizes = (_integers(count), _integers(count)), (151667, 64, 131072)
+    return _fixed(*tokens, *_tables(count), distance, num_rows, *sizes)
 
 
 def _options(count: int, repeats: int) -> Arguments:
@@ -117,8 +113,8 @@ CASES: tuple[Case, ...] = (
     _case("verify_drafts", "ragged", _verify_ragged, (64, 3), (1, 3), (17, 1), (5, 20)),
     _case("place_samples", "graph", _place, (64, 3), (1, 3), (17, 1), (64, 0)),
     _case("place_samples", "ragged", _place_ragged, (64, 3), (1, 3), (17, 1)),
-    _case("advance_drafts", "128k", _advance, (64, 1), (1, 2), (17, 16)),
-    _case("place_blocks", "128k", _blocks, (64,), (1,), (17,)),
+    _case("place_drafts", "chain", _drafts, (64, 1, 1), (1, 2, 1), (17, 16, 1)),
+    _case("place_drafts", "block", _drafts, (64, 1, 8), (1, 1, 8), (17, 1, 8)),
     _case("sampling_options", "7", _options, (64, 1), (1, 4), (17, 3)),
     _case("take_inputs", "128k", _inputs, (64, 4), (1, 1), (17, 3)),
     Case("share_embedding/kimi tp8", "share_embedding", _share(64), {"size": 7168},

@@ -184,8 +184,7 @@ def _steps() -> list[OpCase]:
         OpCase("verify_drafts", (sampled[:3], None, None)),
         OpCase("verify_drafts", (sampled, integers(3, 2, 3)[:, 1:], None, integers(2, 2))),
         OpCase("place_samples", place, writes=True),
-        OpCase("advance_drafts", (positions, 1, blocks, counts, 8, 24)),
-        OpCase("place_blocks", (integers(99, 3), positions, blocks, counts, 4, 98, 8, 24)),
+        OpCase("place_drafts", (integers(99, 3), positions, blocks, counts, 1, 4, 98, 8, 24)),
         OpCase(
             "take_carried", (carried, inputs, row, 1, blocks, 8), dtype=torch.float32, writes=True
         ),

@@ -85,7 +85,7 @@ PAGED = {"rope_and_cache", "paged_attention", "prefill_attention"}
 LATENTS = {"mla_rope_and_cache", "mla_decode", "mla_prefill"}
 SMALL = {
     *("argmax", "rms_norm_beside", "sampling_options"),
-    *("verify_drafts", "place_samples", "advance_drafts"),
+    *("verify_drafts", "place_samples", "place_drafts"),
 }
 THROUGH_TRITON = {
     "llama": PAGED,

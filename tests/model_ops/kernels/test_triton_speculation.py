@@ -77,27 +77,24 @@ def sequences(count: int, seed: int) -> tuple[torch.Tensor, ...]:
     return integers(0, 30, count), tables, integers(0, 8, count).int()
 
 
-@COUNTS
-@pytest.mark.parametrize("distance", [0, 1, 3])
-def test_sequences_advance(count: int, distance: int, device: torch.device) -> None:
-    """Slots are beyond 32 bits."""
-    positions, tables, counts = sequences(count, count)
-    given = positions, distance, tables, counts, 4, 25
-    check(triton_ops.advance_drafts, torch_ops.advance_drafts, device, *given)
-    slots = triton_ops.advance_drafts(*(to(t, device) for t in given))[1]
-    assert count < 33 or (slots.max() > 2**32 and slots.min() == -1)
-
-
 def to(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 @COUNTS
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 50])
-def test_blocks_lie_behind_their_sequences(count: int, num_rows: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("distance", "num_rows"), [(0, 1), (1, 1), (3, 1), (1, 3), (1, 8), (2, 8), (1, 50)]
+)
+def test_drafts_lie_behind_their_sequences(
+    count: int, distance: int, num_rows: int, device: torch.device
+) -> None:
+    """Slots are beyond 32 bits."""
     positions, tables, counts = sequences(count, count)
-    given = random(5)(0, 99, count), positions, tables, counts, num_rows, 163839, 4, 25
-    check(triton_ops.place_blocks, torch_ops.place_blocks, device, *given)
+    sizes = distance, num_rows, 163839, 4, 25
+    given = random(5)(0, 99, count), positions, tables, counts, *sizes
+    check(triton_ops.place_drafts, torch_ops.place_drafts, device, *given)
+    slots = triton_ops.place_drafts(*(to(t, device) for t in given))[2]
+    assert count < 33 or (slots.max() > 2**32 and slots.min() == -1)
 
 
 def test_no_sequences(device: torch.device) -> None:
@@ -106,8 +103,7 @@ def test_no_sequences(device: torch.device) -> None:
     for name, given in {
         "verify_drafts": (none, none.view(0, 2), None),
         "place_samples": (none, none, none, none, None),
-        "advance_drafts": (none, 1, tables, counts, 4, 10),
-        "place_blocks": (none, none, tables, counts, 3, 99, 4, 10),
+        "place_drafts": (none, none, tables, counts, 1, 3, 99, 4, 10),
     }.items():
         check(getattr(triton_ops, name), getattr(torch_ops, name), device, *given)
 

@@ -8,8 +8,7 @@ from atom.model_ops.kernels.native.bindings import Kernels, mismatch
 
 _verify = Kernels("verify_drafts", "5P3q")
 _place = Kernels("place_samples", "6P4q")
-_advance = Kernels("advance_drafts", "7P6q")
-_place_blocks = Kernels("place_blocks", "9P7q")
+_place_drafts = Kernels("place_drafts", "9P8q")
 
 
 def verify_drafts(
@@ -74,65 +73,36 @@ def place_samples(
     return last_rows
 
 
-def advance_drafts(
+def place_drafts(
+    token_ids: torch.Tensor,
     positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_counts: torch.Tensor,
     distance: int,
-    block_tables: torch.Tensor,
-    block_counts: torch.Tensor,
-    block_size: int,
-    max_model_len: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Positions, slots, context lengths and starts of one token of each sequence, `distance`
-    positions further.
-
-    Raises:
-        ValueError: when shapes or data types do not fit.
-        IndexError: when a sequence has more blocks than its table.
-    """
-    count, width = block_tables.shape
-    _check_sequences("advance_drafts", block_tables, block_counts, positions)
-    inside, slots = torch.empty_like(positions), torch.empty_like(positions)
-    lens, starts = torch.empty_like(block_counts), block_counts.new_empty(count + 1)
-    inputs = positions.data_ptr(), block_tables.data_ptr(), block_counts.data_ptr()
-    outputs = inside.data_ptr(), slots.data_ptr(), lens.data_ptr(), starts.data_ptr()
-    shape = count, block_tables.stride(0), width
-    sizes = *shape, distance, block_size, max_model_len
-    if wrong := _advance(None, *inputs, *outputs, *sizes):
-        have = int(block_counts[wrong - 1])
-        raise IndexError(f"sequence {wrong - 1} has {have} blocks, its table {width}")
-    return inside, slots, lens, starts
-
-
-def place_blocks(
-    anchors: torch.Tensor,
-    positions: torch.Tensor,
-    block_tables: torch.Tensor,
-    block_counts: torch.Tensor,
     num_rows: int,
     mask_token_id: int,
     block_size: int,
     max_model_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, positions and slots of the rows of each sequence's drafted block, context lengths
-    and starts.
+    """As in `kernels/torch/speculation.py`.
 
     Raises:
         ValueError: when shapes or data types do not fit.
         IndexError: when a sequence has more blocks than its table.
     """
     count, width = block_tables.shape
-    _check_sequences("place_blocks", block_tables, block_counts, anchors, positions)
-    token_ids, inside, slots = (positions.new_empty(count * num_rows) for _ in range(3))
+    _check_sequences("place_drafts", block_tables, block_counts, token_ids, positions)
+    placed, inside, slots = (positions.new_empty(count * num_rows) for _ in range(3))
     lens, starts = torch.empty_like(block_counts), block_counts.new_empty(count + 1)
-    inputs = anchors.data_ptr(), positions.data_ptr()
+    inputs = token_ids.data_ptr(), positions.data_ptr()
     tables = block_tables.data_ptr(), block_counts.data_ptr()
-    rows = token_ids.data_ptr(), inside.data_ptr(), slots.data_ptr()
+    rows = placed.data_ptr(), inside.data_ptr(), slots.data_ptr()
     pointers = *inputs, *tables, *rows, lens.data_ptr(), starts.data_ptr()
-    shape = count, block_tables.stride(0), width, num_rows
-    if wrong := _place_blocks(None, *pointers, *shape, mask_token_id, block_size, max_model_len):
+    sizes = count, block_tables.stride(0), width, distance, num_rows, mask_token_id
+    if wrong := _place_drafts(None, *pointers, *sizes, block_size, max_model_len):
         have = int(block_counts[wrong - 1])
         raise IndexError(f"sequence {wrong - 1} has {have} blocks, its table {width}")
-    return token_ids, inside, slots, lens, starts
+    return placed, inside, slots, lens, starts
 
 
 def _check_sequences(

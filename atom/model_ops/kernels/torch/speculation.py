@@ -65,56 +65,28 @@ def place_samples(
     return rows.gather(1, num_accepted[:, None])[:, 0]
 
 
-def advance_drafts(
+def place_drafts(
+    token_ids: torch.Tensor,
     positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_counts: torch.Tensor,
     distance: int,
-    block_tables: torch.Tensor,
-    block_counts: torch.Tensor,
-    block_size: int,
-    max_model_len: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where one token of each sequence goes, `distance` positions further.
-
-    Beyond its blocks or `max_model_len`, a sequence stays at its last position with slot -1.
-
-    Args:
-        positions: [S] int64.
-        block_tables: [S, max_blocks] int32.
-        block_counts: [S] int32; valid entries of each row.
-
-    Returns:
-        Positions and slots [S] int64, context lengths [S] int32, and [S + 1] int32: the starts of
-        sequences of one token.
-    """
-    limit = (block_counts.long() * block_size).clamp(max=max_model_len)
-    wanted = positions + distance
-    inside = wanted.minimum(limit - 1).clamp(min=0)
-    blocks = block_tables.long().gather(1, (inside // block_size)[:, None])[:, 0]
-    slots = torch.where(wanted < limit, blocks * block_size + inside % block_size, -1)
-    starts = torch.arange(len(positions) + 1, dtype=torch.int32, device=positions.device)
-    return inside, slots, (inside + 1).int(), starts
-
-
-def place_blocks(
-    anchors: torch.Tensor,
-    positions: torch.Tensor,
-    block_tables: torch.Tensor,
-    block_counts: torch.Tensor,
     num_rows: int,
     mask_token_id: int,
     block_size: int,
     max_model_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows of each sequence's drafted block: its anchor, and masks after it.
+    """The rows from which drafts are made, behind a row of each sequence: a token, and masks.
 
     Beyond a sequence's blocks or `max_model_len`, rows stay at its last position with slot -1.
 
     Args:
-        anchors: [S] int64, the newest tokens.
-        positions: [S] int64, of the tokens before them.
+        token_ids: [S] int64, of the first rows.
+        positions: [S] int64.
         block_tables: [S, max_blocks] int32.
         block_counts: [S] int32; valid entries of each row.
-        num_rows: rows of a block.
+        distance: how far the first row is behind its sequence's position.
+        num_rows: of each sequence.
         block_size: slots of a block of the cache.
 
     Returns:
@@ -125,11 +97,11 @@ def place_blocks(
     device = positions.device
     limit = (block_counts.long() * block_size).clamp(max=max_model_len)[:, None]
     ahead = torch.arange(num_rows, device=device)
-    wanted = positions[:, None] + 1 + ahead
+    wanted = positions[:, None] + distance + ahead
     inside = wanted.minimum(limit - 1).clamp(min=0)
     blocks = block_tables.long().gather(1, inside // block_size)
     slots = torch.where(wanted < limit, blocks * block_size + inside % block_size, -1)
-    token_ids = torch.where(ahead == 0, anchors[:, None], mask_token_id)
+    token_ids = torch.where(ahead == 0, token_ids[:, None], mask_token_id)
     nothing = min(num_rows, width * block_size, max_model_len)
     lens = (wanted[:, -1:] + 1).minimum(limit)
     lens = torch.where(limit == 0, nothing, lens)[:, 0].int()

@@ -114,39 +114,8 @@ int64_t mrope_table(const MRopeArgs& a) {
   return 0;
 }
 
-struct AdvanceArgs {
-  const int64_t* positions;     // [count]
-  const int32_t* block_tables;  // [count, width], rows `stride` entries apart
-  const int32_t* block_counts;  // [count]
-  int64_t* inside;              // [count]
-  int64_t* slots;               // [count]
-  int32_t* context_lens;        // [count]
-  int32_t* starts;              // [count + 1]
-  int64_t count, stride, width, distance, block_size, max_model_len;
-};
-
-// 0, or 1 + the sequence with more blocks than its table.
-int64_t advance_drafts(const AdvanceArgs& a) {
-  a.starts[0] = 0;
-  for (int64_t s = 0; s < a.count; ++s) {
-    if (a.block_counts[s] > a.width) return s + 1;
-    const int64_t limit = std::min(a.block_counts[s] * a.block_size, a.max_model_len);
-    const int64_t wanted = a.positions[s] + a.distance;
-    const int64_t inside = std::max(std::min(wanted, limit - 1), int64_t{0});
-    a.inside[s] = inside;
-    a.slots[s] = -1;
-    if (wanted >= 0 && wanted < limit) {
-      const int64_t block = a.block_tables[s * a.stride + inside / a.block_size];
-      a.slots[s] = block * a.block_size + inside % a.block_size;
-    }
-    a.context_lens[s] = int32_t(inside + 1);
-    a.starts[s + 1] = int32_t(s + 1);
-  }
-  return 0;
-}
-
-struct PlaceBlocksArgs {
-  const int64_t* anchors;       // [count]
+struct PlaceDraftsArgs {
+  const int64_t* first_ids;     // [count]
   const int64_t* positions;     // [count]
   const int32_t* block_tables;  // [count, width], rows `stride` entries apart
   const int32_t* block_counts;  // [count]
@@ -155,21 +124,21 @@ struct PlaceBlocksArgs {
   int64_t* slots;               // [count, num_rows]
   int32_t* context_lens;        // [count]
   int32_t* starts;              // [count + 1]
-  int64_t count, stride, width, num_rows, mask_token_id, block_size, max_model_len;
+  int64_t count, stride, width, distance, num_rows, mask_token_id, block_size, max_model_len;
 };
 
 // 0, or 1 + the sequence with more blocks than its table.
-int64_t place_blocks(const PlaceBlocksArgs& a) {
+int64_t place_drafts(const PlaceDraftsArgs& a) {
   const int64_t rows = a.num_rows;
   a.starts[0] = 0;
   for (int64_t s = 0; s < a.count; ++s) {
     if (a.block_counts[s] > a.width) return s + 1;
     const int64_t limit = std::min(a.block_counts[s] * a.block_size, a.max_model_len);
-    const int64_t first = a.positions[s] + 1;
+    const int64_t first = a.positions[s] + a.distance;
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t at = s * rows + i, wanted = first + i;
       const int64_t inside = std::max(std::min(wanted, limit - 1), int64_t{0});
-      a.token_ids[at] = i == 0 ? a.anchors[s] : a.mask_token_id;
+      a.token_ids[at] = i == 0 ? a.first_ids[s] : a.mask_token_id;
       a.inside[at] = inside;
       a.slots[at] = -1;
       if (wanted >= 0 && wanted < limit) {
@@ -221,11 +190,8 @@ ATOM_EXPORT int64_t atom_verify_drafts(const atom::VerifyArgs* args) {
 ATOM_EXPORT int64_t atom_place_samples(const atom::PlaceArgs* args) {
   return atom::place_samples(*args);
 }
-ATOM_EXPORT int64_t atom_advance_drafts(const atom::AdvanceArgs* args) {
-  return atom::advance_drafts(*args);
-}
-ATOM_EXPORT int64_t atom_place_blocks(const atom::PlaceBlocksArgs* args) {
-  return atom::place_blocks(*args);
+ATOM_EXPORT int64_t atom_place_drafts(const atom::PlaceDraftsArgs* args) {
+  return atom::place_drafts(*args);
 }
 ATOM_EXPORT int64_t atom_sampling_options(const atom::OptionsArgs* args) {
   return atom::sampling_options(*args);

@@ -72,66 +72,37 @@ def _place(
     tl.store(last_ptr + index, last, mask=is_sequence)
 
 
-@triton.jit
-def _slot(tables_ptr, sequence, wanted, inside, limit, table_stride, block_size, mask):
-    """int64, of a position that `inside` cuts; -1 for positions from `limit` on."""
-    entry = sequence * table_stride + inside // block_size
-    block = tl.load(tables_ptr + entry, mask=mask & (wanted < limit), other=0)
-    slot = block.to(tl.int64) * block_size + inside % block_size
-    return tl.where(wanted < limit, slot, -1)
-
-
 @triton.jit(
-    do_not_specialize=["num_sequences", "distance", "table_stride"],
-    do_not_specialize_on_alignment=["positions_ptr", "counts_ptr"],
+    do_not_specialize=["num_sequences", "distance", "mask_token_id", "table_stride", "table_width"],
+    do_not_specialize_on_alignment=["first_ids_ptr", "positions_ptr", "counts_ptr"],
 )
-def _advance(
-    positions_ptr, tables_ptr, counts_ptr, inside_ptr, slots_ptr, lens_ptr, starts_ptr,
-    num_sequences, distance, table_stride, block_size, max_model_len,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Grid: tiles of the sequences and one more."""
-    sequence = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    mask = sequence < num_sequences
-    count = tl.load(counts_ptr + sequence, mask=mask, other=0).to(tl.int64)
-    limit = tl.minimum(count * block_size, max_model_len)
-    wanted = tl.load(positions_ptr + sequence, mask=mask, other=0) + distance
-    inside = tl.maximum(tl.minimum(wanted, limit - 1), 0)
-    slot = _slot(tables_ptr, sequence, wanted, inside, limit, table_stride, block_size, mask)
-    tl.store(inside_ptr + sequence, inside, mask=mask)
-    tl.store(slots_ptr + sequence, slot, mask=mask)
-    tl.store(lens_ptr + sequence, (inside + 1).to(tl.int32), mask=mask)
-    tl.store(starts_ptr + sequence, sequence.to(tl.int32), mask=sequence <= num_sequences)
-
-
-@triton.jit(
-    do_not_specialize=["num_sequences", "mask_token_id", "table_stride", "table_width"],
-    do_not_specialize_on_alignment=["anchors_ptr", "positions_ptr", "counts_ptr"],
-)
-def _place_blocks(
-    anchors_ptr, positions_ptr, tables_ptr, counts_ptr,
+def _place_drafts(
+    first_ids_ptr, positions_ptr, tables_ptr, counts_ptr,
     token_ids_ptr, inside_ptr, slots_ptr, lens_ptr, starts_ptr,
-    num_sequences, num_rows, mask_token_id, table_stride, table_width, block_size, max_model_len,
+    num_sequences, distance, num_rows, mask_token_id, table_stride, table_width, block_size,
+    max_model_len,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of the rows of all blocks and one more."""
+    """Grid: tiles of the rows of all sequences and one more."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     sequence, ahead = row // num_rows, row % num_rows
     mask = sequence < num_sequences
     count = tl.load(counts_ptr + sequence, mask=mask, other=0).to(tl.int64)
     limit = tl.minimum(count * block_size, max_model_len)
-    position = tl.load(positions_ptr + sequence, mask=mask, other=0)
-    wanted = position + 1 + ahead
+    first = tl.load(positions_ptr + sequence, mask=mask, other=0) + distance
+    wanted = first + ahead
     inside = tl.maximum(tl.minimum(wanted, limit - 1), 0)
-    slot = _slot(tables_ptr, sequence, wanted, inside, limit, table_stride, block_size, mask)
-    anchor = tl.load(anchors_ptr + sequence, mask=mask, other=0)
-    tl.store(token_ids_ptr + row, tl.where(ahead == 0, anchor, mask_token_id), mask=mask)
+    entry = sequence * table_stride + inside // block_size
+    block = tl.load(tables_ptr + entry, mask=mask & (wanted < limit), other=0)
+    slot = block.to(tl.int64) * block_size + inside % block_size
+    first_id = tl.load(first_ids_ptr + sequence, mask=mask, other=0)
+    tl.store(token_ids_ptr + row, tl.where(ahead == 0, first_id, mask_token_id), mask=mask)
     tl.store(inside_ptr + row, inside, mask=mask)
-    tl.store(slots_ptr + row, slot, mask=mask)
+    tl.store(slots_ptr + row, tl.where(wanted < limit, slot, -1), mask=mask)
     is_first = ahead == 0
     tl.store(starts_ptr + sequence, row.to(tl.int32), mask=is_first & (sequence <= num_sequences))
     nothing = tl.minimum(tl.minimum(num_rows, table_width * block_size), max_model_len)
-    length = tl.where(limit == 0, nothing, tl.minimum(position + 1 + num_rows, limit))
+    length = tl.where(limit == 0, nothing, tl.minimum(first + num_rows, limit))
     tl.store(lens_ptr + sequence, length.to(tl.int32), mask=is_first & mask)
 
 
@@ -210,43 +181,12 @@ def place_samples(
     return last
 
 
-def advance_drafts(
+def place_drafts(
+    token_ids: torch.Tensor,
     positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_counts: torch.Tensor,
     distance: int,
-    block_tables: torch.Tensor,
-    block_counts: torch.Tensor,
-    block_size: int,
-    max_model_len: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As in `kernels/torch/speculation.py`; rows of block tables may be apart."""
-    count = len(positions)
-    positions, block_tables, block_counts = _for_sequences(positions, block_tables, block_counts)
-    inside, slots = torch.empty_like(positions), torch.empty_like(positions)
-    lens, starts = torch.empty_like(block_counts), block_counts.new_empty(count + 1)
-    _advance[(triton.cdiv(count + 1, _ROWS),)](
-        positions,
-        block_tables,
-        block_counts,
-        inside,
-        slots,
-        lens,
-        starts,
-        count,
-        distance,
-        block_tables.stride(0),
-        block_size,
-        max_model_len,
-        ROWS=_ROWS,
-        num_warps=4,
-    )
-    return inside, slots, lens, starts
-
-
-def place_blocks(
-    anchors: torch.Tensor,
-    positions: torch.Tensor,
-    block_tables: torch.Tensor,
-    block_counts: torch.Tensor,
     num_rows: int,
     mask_token_id: int,
     block_size: int,
@@ -254,20 +194,22 @@ def place_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As in `kernels/torch/speculation.py`; rows of block tables may be apart."""
     count, width = block_tables.shape
-    positions, block_tables, block_counts = _for_sequences(positions, block_tables, block_counts)
-    token_ids, inside, slots = (positions.new_empty(count * num_rows) for _ in range(3))
-    lens, starts = torch.empty_like(block_counts), block_counts.new_empty(count + 1)
-    _place_blocks[(triton.cdiv(count * num_rows + 1, _ROWS),)](
-        anchors.contiguous(),
-        positions,
+    if block_tables.stride(1) != 1:
+        block_tables = block_tables.contiguous()
+    placed, inside, slots = (positions.new_empty(count * num_rows) for _ in range(3))
+    lens, starts = block_counts.new_empty(count), block_counts.new_empty(count + 1)
+    _place_drafts[(triton.cdiv(count * num_rows + 1, _ROWS),)](
+        token_ids.contiguous(),
+        positions.contiguous(),
         block_tables,
-        block_counts,
-        token_ids,
+        block_counts.contiguous(),
+        placed,
         inside,
         slots,
         lens,
         starts,
         count,
+        distance,
         num_rows,
         mask_token_id,
         block_tables.stride(0),
@@ -277,16 +219,7 @@ def place_blocks(
         ROWS=_ROWS,
         num_warps=4,
     )
-    return token_ids, inside, slots, lens, starts
-
-
-def _for_sequences(
-    positions: torch.Tensor, block_tables: torch.Tensor, block_counts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As the kernels read them, which are copies only where rows themselves have gaps."""
-    if block_tables.stride(1) != 1:
-        block_tables = block_tables.contiguous()
-    return positions.contiguous(), block_tables, block_counts.contiguous()
+    return placed, inside, slots, lens, starts
 
 
 def _check_rows(
