@@ -1,6 +1,6 @@
 """Tapes: what every step of tiny engines brings, so that a change of the step path can be proved.
 
-python tests/tapes.py record FILE               # before a change, three minutes
+python tests/tapes.py record FILE               # before a change, six minutes
 python tests/tapes.py record OTHER              # after it
 python tests/tapes.py compare FILE OTHER        # names the first step that differs in each cell
 
