@@ -84,9 +84,11 @@ class PackedCache:
             values = file.values()
         except (PackedFileError, OSError) as error:
             logger.warning("%s is not used, and made anew: %s", self.path, error)
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a file system that is only read
+                self.path.unlink()
             return None
-        os.utime(self.path)
+        with contextlib.suppress(OSError):  # of another user, or removed by an engine meanwhile
+            os.utime(self.path)
         loaded: dict[int, frozenset[str]] = {}
         for name, entries in file.header.layers.items():
             module = self.modules[name]

@@ -31,6 +31,7 @@ from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.gguf.cache import is_in_use
 from atom.model_loader.layers import LayerQueue
 from atom.model_loader.mapped_weights import map_parameters
+from atom.model_loader.packed_file import forget_read_ahead
 from atom.model_loader.packed_weights import packed_cache
 from atom.model_loader.placement import Placement, Target, find_targets, place_tensors, raise_if_any
 from atom.model_loader.quantization import on_platform
@@ -204,6 +205,7 @@ def load_weights(
     started = time.perf_counter()
     packed = packed_cache(source.path, model, placements) if is_in_use(source.path) else None
     left = None if packed is None else packed.restore(placements)
+    forget_read_ahead()
     layers = LayerQueue(model, placements if left is None else left)
     _copy_all(placements if left is None else left, layers, source, read_ahead=prefetch)
     _raise_wrong(layers.convert_rest(), source)

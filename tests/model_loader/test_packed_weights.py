@@ -322,6 +322,17 @@ def test_what_is_read_ahead_is_read_once(path: Path, monkeypatch: pytest.MonkeyP
     assert len(opened) == 2
 
 
+def test_what_nobody_asks_for_is_given_back(path: Path) -> None:
+    options = ModelOptions(str(path))
+    _, folder = build(options)
+    (name,) = files(folder)
+    of_other_kernels = shutil.copy(folder / name, folder / f"{'0' * 16}.packed")
+    read_ahead(of_other_kernels)
+    assert packed_file._ahead
+    build(options)
+    assert not packed_file._ahead
+
+
 def test_engines_that_start_at_once(path: Path) -> None:
     options = ModelOptions(str(path))
     source = resolve_model(options)

@@ -114,8 +114,11 @@ def is_in_use(folder: Path) -> bool:
 
 def packed_files(folder: Path) -> list[Path]:
     """Those of a converted file, the one that was used last in front."""
-    found = folder.glob(f"*{PACKED_SUFFIX}")
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    times: dict[Path, int] = {}
+    for path in folder.glob(f"*{PACKED_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            times[path] = path.stat().st_mtime_ns
+    return sorted(times, key=times.__getitem__, reverse=True)
 
 
 def make_room(cache: Path, needed: int, limit: int) -> bool:
