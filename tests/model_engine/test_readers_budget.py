@@ -14,7 +14,7 @@ from atom.messages import EngineRequest
 
 _ROOT = str(Path(atom.__file__).parent)
 # Files and functions. Op by op 17 of these files are the model and its operations.
-_MOST = {"replayed": (26, 86), "op by op": (40, 168)}
+_MOST = {"replayed": (26, 86), "op by op": (40, 167)}
 
 
 @pytest.mark.parametrize("run", _MOST)
