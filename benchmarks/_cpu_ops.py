@@ -17,6 +17,7 @@ from atom.model_ops.attention.metadata import KVCacheTensor
 from atom.model_ops.kernels.native.program import Arena, record
 from atom.model_ops.kernels.native.recorder import NotRecordableError
 from atom.model_ops.linear import LinearBase
+from atom.model_ops.rotary import AttentionInputs
 
 _REPEATS = 7
 # Read before every run, so that no cache holds the weights: more than any processor's.
@@ -101,6 +102,7 @@ def _hook(op: Op, engine: DecodeEngine) -> Callable[..., None]:
             return module.forward(*given, **named)  # type: ignore[no-any-return]
 
         tensors = [x for x in (*given, *named.values(), out) if isinstance(x, torch.Tensor)]
+        tensors += [x.positions for x in given if isinstance(x, AttentionInputs)]
         moved = sum(map(_size, tensors))
         rows = tensors[0].shape[0]
         if isinstance(module, LinearBase):

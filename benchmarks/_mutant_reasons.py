@@ -114,12 +114,6 @@ _REASONS: dict[tuple[str, str, str, str], str] = {
         "(self._synthetic is not None)",
     ): "without drafts none is accepted, whatever their share",
     (
-        "spec_decode/proposers/block_draft.py",
-        "",
-        "False",
-        "(True)",
-    ): "images are prepared for a draft that does not read them",
-    (
         "structured_output/schema/patterns.py",
         "_Parser._class",
         "0",

@@ -73,7 +73,7 @@ def test_another_folder_and_an_override(tmp_path: Path) -> None:
         ({"override_generation_config": "{"}, "expected a JSON object"),
         ({"override_generation_config": "[1]"}, "expected a JSON object"),
         ({"override_generation_config": {"max_new_tokens": 9}}, "does not know max_new_tokens"),
-        ({"override_generation_config": {"top_p": 2}}, r"top_p must be in \[0, 1\]"),
+        ({"override_generation_config": {"top_p": 2}}, r"top_p must be in \(0, 1\]"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

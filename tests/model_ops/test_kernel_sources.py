@@ -59,7 +59,7 @@ def test_machines_that_kernels_are_compiled_for(
     """Linux and macOS name the same processors differently."""
     monkeypatch.delenv("ATOM_CPU_ARCH", raising=False)
     compiled: list[list[str]] = []
-    monkeypatch.setattr(build_module, "_run", compiled.append)
+    monkeypatch.setattr(build_module._Compilers, "run", lambda _, command: compiled.append(command))
     monkeypatch.setattr(build_module.os, "replace", lambda *_: None)
     monkeypatch.setattr(build_module.platform, "machine", lambda: machine)
     build(tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,9 @@ from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
-from atom.models.config.model_config import PretrainedConfig
+
+if TYPE_CHECKING:
+    from atom.models.config.model_config import PretrainedConfig
 
 _GELU = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
 
