@@ -4,6 +4,7 @@
 
 #include "ahead.h"
 #include "parallel.h"
+#include "quant/decoded.h"
 #include "quant/span.h"
 #include "quant/wide.h"
 
@@ -215,6 +216,9 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
 template <class C, Inputs kKind, int P>
 void multiply_panels(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t count,
                      float* out) {
+  if constexpr (is_wide(kKind) && !kSplitsWide) {
+    if (takes_decoded(kKind, count)) return DecodedProduct<C, kKind, P>(w, panel, rows).multiply(count, out);
+  }
   const int64_t bytes = P * w.panel_bytes(), units = w.inputs / C::kUnit;
   const uint8_t* next = w.codes + panel * w.panel_bytes() + bytes;
   int64_t r = 0, fetched = 0;
