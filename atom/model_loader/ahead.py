@@ -1,13 +1,18 @@
-"""What a start needs of a converted model, read while it imports torch."""
+"""What a start reads of a model while it imports torch."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from atom import torch_start
 from atom.config import ModelOptions
+from atom.environment import cache_dir
 from atom.model_loader.gguf.cache import packed_files
-from atom.model_loader.locate import converted_before
+from atom.model_loader.gguf.content import hash_ahead
+from atom.model_loader.gguf.split import split_paths
+from atom.model_loader.locate import converted_before, gguf_file
 from atom.model_loader.packed_file import read_ahead
 from atom.model_loader.tokenizers.plain_tokenizer import read_plain_ahead
 
@@ -19,15 +24,31 @@ def begin(options: ModelOptions) -> None:
         ConfigError: when no model is named, and the embedded one is not installed.
     """
     torch_start.begin()
+    begin_files(likely_files(options))
+    folder = converted_before(options)
+    if folder is not None and options.tokenizer is None:
+        read_plain_ahead(folder)
+
+
+def likely_files(options: ModelOptions) -> list[Path]:
+    """What an engine is likely to read first: packed weights of a converted GGUF file, or a file
+    that was never converted.
+    """
     folder = converted_before(options)
     if folder is not None:
-        begin_weights(packed_files(folder)[:1])
-        if options.tokenizer is None:
-            read_plain_ahead(folder)
+        return packed_files(folder)[:1]
+    path = gguf_file(options)
+    return [] if path is None else [path]
 
 
-def begin_weights(files: list[Path]) -> None:
-    """Read files of packed weights, unless torch is for GPUs, whose kernels read others."""
-    if not torch_start.is_for_gpus():
-        for path in files:
-            read_ahead(path)
+def begin_files(files: Sequence[Path]) -> None:
+    """Read `likely_files`; packed ones only where torch is not for GPUs, whose kernels read others.
+
+    Threads are one less than processors, since another imports meanwhile.
+    """
+    num_threads = max(1, (os.cpu_count() or 1) - 1)
+    for path in files:
+        if path.suffix == ".gguf":
+            hash_ahead(split_paths(path), cache_dir() / "gguf", num_threads)
+        elif not torch_start.is_for_gpus():
+            read_ahead(path, num_threads)

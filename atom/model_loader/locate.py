@@ -39,13 +39,17 @@ def embedded_model() -> Path:
 
 def converted_before(options: ModelOptions) -> Path | None:
     """The folder that the model's GGUF file was converted to; None for what has none yet."""
+    path = gguf_file(options)
+    known = None if path is None else recall(path, wishes_of(options), cache_dir() / "gguf")
+    return None if known is None else known[0]
+
+
+def gguf_file(options: ModelOptions) -> Path | None:
+    """The GGUF file on this machine that a model is named by, if its weights are to be read."""
     if options.load_format == "dummy":
         return None
     path = embedded_model() if options.model is None else Path(options.model).expanduser()
-    if path.suffix != ".gguf" or not path.is_file():
-        return None
-    known = recall(path, wishes_of(options), cache_dir() / "gguf")
-    return None if known is None else known[0]
+    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def is_here(options: ModelOptions) -> bool:

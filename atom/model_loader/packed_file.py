@@ -146,13 +146,12 @@ class PackedFile:
 _ahead: dict[Path, PackedFile] = {}
 
 
-def read_ahead(path: Path) -> None:
+def read_ahead(path: Path, num_threads: int) -> None:
     """Read a file that is likely to be asked for; nothing where it cannot be used."""
     if not is_compiled():  # this is no thread to compile in
         return
-    num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1))  # others import meanwhile
     with contextlib.suppress(PackedFileError, OSError):  # whoever asks for it is told
-        _ahead[path] = PackedFile(path, num_threads)
+        _ahead[path] = PackedFile(path, min(_MOST_THREADS, num_threads))
 
 
 def read_packed(path: Path, num_threads: int) -> PackedFile:

@@ -54,6 +54,8 @@ _MOST_FILES = 2
 _MAX_THREADS = 8
 # At a time: some huge pages.
 _WRITTEN_BYTES = 8 << 20
+# In one call: as many as Linux takes.
+_MOST_PARTS = 1024
 _SPARE_BYTES = 64 * 1000**2
 _TENSORS = ("codes", "scale", "shift", "super_scale", "super_offset", "order")
 _MODEL_OPS = Path(__file__).parents[1] / "model_ops"
@@ -213,18 +215,17 @@ def _write(path: Path, header: Header, tensors: Sequence[tuple[int, torch.Tensor
     num_threads = min(_MAX_THREADS, default_num_threads())
     pieces = [(at, memoryview(_bytes_of(tensor).numpy().data)) for at, tensor in tensors]
     places = [at for at, _ in pieces]
+    zeros = memoryview(bytes(ALIGNMENT))
     with path.open("r+b", buffering=0) as file:
 
         def write(begin: int) -> None:
             end = min(begin + _WRITTEN_BYTES, header.num_bytes)
-            part = memoryview(bytearray(end - begin))
+            parts = []
             for at, values in pieces[bisect_right(places, begin) - 1 : bisect_left(places, end)]:
-                of = values[max(begin - at, 0) : end - at]
-                to = max(at - begin, 0)
-                part[to : to + len(of)] = of
-            while part:
-                written = os.pwrite(file.fileno(), part, start + begin)
-                part, begin = part[written:], begin + written
+                until = min(at + -(-len(values) // ALIGNMENT) * ALIGNMENT, end)
+                gap = until - max(at + len(values), begin)
+                parts += [values[max(begin - at, 0) : end - at], zeros[: max(gap, 0)]]
+            _write_all(file.fileno(), parts, start + begin)
 
         with single_threaded_pool(num_threads) as pool:
             for _ in pool.map(write, range(0, header.num_bytes, _WRITTEN_BYTES)):
@@ -232,6 +233,17 @@ def _write(path: Path, header: Header, tensors: Sequence[tuple[int, torch.Tensor
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         total = checked_sum(memoryview(memory)[start:], num_threads)
         os.pwrite(file.fileno(), encode_header(Header(header.num_bytes, total, header.layers)), 0)
+
+
+def _write_all(file: int, parts: list[memoryview], at: int) -> None:
+    """Write one after the other, at an offset of a file."""
+    while parts:
+        written = os.pwritev(file, parts[:_MOST_PARTS], at)
+        at += written
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if written:
+            parts[0] = parts[0][written:]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ from atom.messages import ModelFacts
 from atom.model_loader.checkpoint import has_weights, list_tensors, stored_dtype
 from atom.model_loader.generation_config import sampling_defaults
 from atom.model_loader.gguf.cache import recall, remember, wishes_of
-from atom.model_loader.gguf.split import only_file
+from atom.model_loader.gguf.content import forget_hashed_ahead, hash_ahead
+from atom.model_loader.gguf.split import only_file, split_paths
 from atom.model_loader.locate import EMBEDDED_MODEL_NAME, embedded_model, locate_model
 from atom.model_loader.pooling_task import encoder_hint, pooling_task
 from atom.model_loader.quantization import choose_quantization, config_levels
@@ -30,6 +31,7 @@ from atom.models.config.file import check_regular, is_there, read_json_object
 from atom.models.config.hf_configs import built_in_config, is_built_in
 from atom.models.config.model_config import ModelConfig
 from atom.models.registry import Implementation, choose_implementation
+from atom.platform import default_num_threads
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -243,15 +245,19 @@ def from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
     from atom.model_loader.gguf.file import read_gguf
     from atom.model_loader.gguf.tensors import automatic_dtype, has_blocks
 
-    file = read_gguf(path)
-    automatic = automatic_dtype(file)
-    dtype = automatic if options.dtype == "auto" else _DTYPES[options.dtype]
-    folder = converted_folder(
-        file,
-        dtype,
-        with_tokenizer=options.tokenizer is None,
-        keeps_blocks=options.quantization == "auto" and has_blocks(file),
-    )
+    hash_ahead(split_paths(path), cache, default_num_threads())
+    try:
+        file = read_gguf(path)
+        automatic = automatic_dtype(file)
+        dtype = automatic if options.dtype == "auto" else _DTYPES[options.dtype]
+        folder = converted_folder(
+            file,
+            dtype,
+            with_tokenizer=options.tokenizer is None,
+            keeps_blocks=options.quantization == "auto" and has_blocks(file),
+        )
+    finally:
+        forget_hashed_ahead()
     remember(path, wishes, cache, folder, str(automatic).removeprefix("torch."))
     return folder, automatic
 

@@ -220,7 +220,7 @@ def test_a_damaged_file_is_made_anew(
     good = (folder / name).read_bytes()
     spoil(folder / name)
     if ahead:
-        read_ahead(folder / name)
+        read_ahead(folder / name, 1)
     second, _ = build(options)
     assert f"{name} is not used, and made anew" in caplog.text
     assert_same(second, first)
@@ -253,7 +253,7 @@ def test_a_full_disk_keeps_nothing(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(packed_weights.os, "pwrite", fails)
+        patch.setattr(packed_weights.os, "pwritev", fails)
         first, folder = build(options)
     assert f"packed weights are not kept: [Errno {number}]" in caplog.text
     assert files(folder) == []
@@ -314,7 +314,7 @@ def test_what_is_read_ahead_is_read_once(path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         packed_file, "_read_header", lambda file: opened.append(file) or read_header(file)
     )
-    read_ahead(folder / name)
+    read_ahead(folder / name, 1)
     second, _ = build(options)
     assert len(opened) == 1
     assert_same(second, first)
@@ -327,7 +327,7 @@ def test_what_nobody_asks_for_is_given_back(path: Path) -> None:
     _, folder = build(options)
     (name,) = files(folder)
     of_other_kernels = shutil.copy(folder / name, folder / f"{'0' * 16}.packed")
-    read_ahead(of_other_kernels)
+    read_ahead(of_other_kernels, 1)
     assert packed_file._ahead
     build(options)
     assert not packed_file._ahead

@@ -213,7 +213,7 @@ def main() -> int:
     parser.add_argument("--name", default="engine", help="what the log calls this process")
     parser.add_argument("--cpus", type=int, nargs="+", help="processors to keep to")
     parser.add_argument(
-        "--packed", type=Path, nargs="*", default=[], help="packed weights that may be asked for"
+        "--ahead", type=Path, nargs="*", default=[], help="files that are likely to be asked for"
     )
     args = parser.parse_args()
     socket_dir: Path = args.socket_dir
@@ -221,7 +221,7 @@ def main() -> int:
         os.sched_setaffinity(0, args.cpus)
     # What a start makes stays; looking for garbage in it would take a tenth of the time.
     gc.disable()
-    ahead.begin_weights(args.packed)
+    ahead.begin_files(args.ahead)
     torch_start.begin()
     # Ctrl-C and service managers signal the whole process group, but the frontend drains its
     # requests first and then ends this process itself.

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from atom.config import EngineConfig
 from atom.model_engine.processes.placement import Placement, place_engines
-from atom.model_loader.gguf.cache import packed_files
-from atom.model_loader.locate import converted_before
+from atom.model_loader.ahead import likely_files
 
 # The path of a Unix socket is limited to about 100 bytes.
 _LONGEST_SOCKET_DIR = 80
@@ -34,8 +33,8 @@ class EngineProcess(subprocess.Popen[bytes]):
         self.socket_dir = _make_socket_dir()
         command = [sys.executable, "-m", "atom.model_engine.processes.engine_process"]
         command += ["--socket-dir", str(self.socket_dir), "--name", placement.name]
-        if (folder := converted_before(placement.config.model)) is not None:
-            command += ["--packed", *map(str, packed_files(folder)[:1])]
+        if files := likely_files(placement.config.model):
+            command += ["--ahead", *map(str, files)]
         if placement.cpus:
             command += ["--cpus", *map(str, placement.cpus)]
         # Never written to: it closes when this process ends, and then the engine process exits.

@@ -1,4 +1,4 @@
-"""The folders that GGUF files were converted to: by content, and not more than they may take.
+"""The folders that GGUF files were converted to, and not more than they may take.
 
 Every process that uses a folder shares a lock on the file `.NAME.use` beside it until it ends, and
 whoever removes a folder needs that lock alone. Where a file system has no locks, nothing is
@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import logging
 import os
 import shutil
-import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
 from atom.config import ModelOptions
+from atom.model_loader.gguf.content import files_identity, write_note
 from atom.model_loader.gguf.split import split_paths
 
 logger = logging.getLogger(__name__)
@@ -26,27 +24,8 @@ logger = logging.getLogger(__name__)
 CONVERTER_VERSION = 6
 # Of files of packed weights, beside the converted ones.
 PACKED_SUFFIX = ".packed"
-_HASHED_BYTES = 1 << 20
 # Locks on the folders that this process uses; the kernel lets go of them when it ends.
 _in_use: dict[Path, int] = {}
-
-
-def content_key(paths: Sequence[Path], cache: Path) -> str:
-    """A name for the files' content, whatever they are called and wherever they lie.
-
-    All of it is read, once for each file: `cache` remembers the key of a place, size and time.
-    """
-    known = cache / f".{_identity(paths)}.key"
-    if known.is_file():
-        return known.read_text()
-    content = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as handle:
-            while piece := handle.read(_HASHED_BYTES):
-                content.update(piece)
-    key = content.hexdigest()[:16]
-    _write(known, key)
-    return key
 
 
 def wishes_of(options: ModelOptions) -> str:
@@ -56,7 +35,7 @@ def wishes_of(options: ModelOptions) -> str:
 
 def remember(path: Path, wishes: str, cache: Path, folder: Path, dtype: str) -> None:
     """Note which folder a file was converted to, and its automatic dtype."""
-    _write(_note(path, wishes, cache), f"{folder.name} {dtype}")
+    write_note(_note(path, wishes, cache), f"{folder.name} {dtype}")
 
 
 def recall(path: Path, wishes: str, cache: Path) -> tuple[Path, str] | None:
@@ -76,22 +55,7 @@ def recall(path: Path, wishes: str, cache: Path) -> tuple[Path, str] | None:
 
 def _note(path: Path, wishes: str, cache: Path) -> Path:
     paths = [part for part in split_paths(path) if part.is_file()]
-    return cache / f".{_identity(paths, f'v{CONVERTER_VERSION} {wishes}')}.folder"
-
-
-def _identity(paths: Sequence[Path], more: str = "") -> str:
-    identity = ""
-    for path in paths:
-        status = path.stat()
-        identity += f"{path.resolve()} {status.st_ino} {status.st_size} {status.st_mtime_ns} "
-    identity += more
-    return hashlib.sha256(identity.encode()).hexdigest()[:32]
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(f".{uuid.uuid4().hex}")
-    temporary.write_text(text)
-    temporary.rename(path)
+    return cache / f".{files_identity(paths, f'v{CONVERTER_VERSION} {wishes}')}.folder"
 
 
 def use(folder: Path) -> None:

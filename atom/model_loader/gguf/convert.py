@@ -14,7 +14,7 @@ import re
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -28,13 +28,14 @@ from tqdm import tqdm
 from atom.config import ConfigError
 from atom.environment import cache_dir, cache_limit
 from atom.model_loader.gguf.blocks import kernels_read_codes
-from atom.model_loader.gguf.cache import CONVERTER_VERSION, content_key, make_room, use
+from atom.model_loader.gguf.cache import CONVERTER_VERSION, make_room, use
 from atom.model_loader.gguf.config import (
     POOLING,
     check_architecture,
     config_dict,
     generation_config_dict,
 )
+from atom.model_loader.gguf.content import check_unchanged, content_key
 from atom.model_loader.gguf.file import GGUFFile
 from atom.model_loader.gguf.pooling import NONE, write_modules
 from atom.model_loader.gguf.tensors import (
@@ -45,7 +46,7 @@ from atom.model_loader.gguf.tensors import (
     read_values,
 )
 from atom.model_loader.gguf.tokenizer import write_tokenizer
-from atom.model_loader.safetensors.writer import TensorSpec, write_checkpoint
+from atom.model_loader.safetensors.writer import TensorGroup, TensorSpec, write_checkpoint
 from atom.model_loader.threads import single_threaded_pool
 from atom.model_ops.quant.formats.gguf import TYPES, config_of, stored_tensors
 from atom.platform import default_num_threads
@@ -109,7 +110,7 @@ def converted_folder(
 
     Raises:
         ConfigError: when the model is not supported or the cache cannot be written.
-        WeightError: when the file is damaged.
+        WeightError: when the file is damaged, or was changed since its header was read.
     """
     check_architecture(file)
     suffix = ("-kept" if keeps_blocks else "") + ("" if with_tokenizer else "-bare")
@@ -117,7 +118,7 @@ def converted_folder(
     cache = cache_dir() / "gguf"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        key = content_key(file.paths, cache)
+        key = content_key(file.paths, cache, default_num_threads())
         folder = cache / f"{key}-v{CONVERTER_VERSION}-{dtype_name}{suffix}"
         use(folder)
         if folder.is_dir():
@@ -161,6 +162,7 @@ def _convert(
     temporary.mkdir()
     try:
         _write_folder(file, dtype, with_tokenizer, keeps_blocks, temporary)
+        check_unchanged(file.paths, file.identity)
         try:
             temporary.rename(folder)
         except OSError:
@@ -191,9 +193,10 @@ def _write_folder(
     by_kernels = bool(kept.types) and kernels_read_codes()  # compiled before threads use them
     if kept.types:
         config["quantization_config"] = config_of(kept.types, kept.dequantised)
-    written = [each for tensor in tensors for each in _written(tensor, kept, dtype, by_kernels)]
-    written.sort(key=partial(_place, {each.spec.name: i for i, each in enumerate(written)}))
-    needed = sum(each.spec.num_bytes for each in written) + _SPARE_BYTES
+    groups = [_group(tensor, kept, dtype, by_kernels) for tensor in tensors]
+    specs = [spec for group in groups for spec in group.specs]
+    specs.sort(key=partial(_place, {spec.name: i for i, spec in enumerate(specs)}))
+    needed = sum(spec.num_bytes for spec in specs) + _SPARE_BYTES
     make_room(folder.parent, needed, cache_limit())
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -205,12 +208,12 @@ def _write_folder(
     pooling = file.metadata.get(f"{file.architecture}.{POOLING}", int, NONE)
     if pooling != NONE:
         write_modules(pooling, folder)
-    _write_weights(file, written, folder)
+    _write_weights(file, specs, groups, folder)
 
 
-def _place(order: Mapping[str, int], written: _Written) -> tuple[int, str, int]:
+def _place(order: Mapping[str, int], spec: TensorSpec) -> tuple[int, str, int]:
     """Where a tensor lies: behind those that layers stack above it, so that one map has them."""
-    name = written.spec.name
+    name = spec.name
     if match := re.fullmatch(rf"(.*\.experts\.)(\d+)\.({'|'.join(chain(*_EXPERTS))})(\..*)", name):
         prefix, expert, module, part = match.groups()
         stacks, prefix, before = _EXPERTS, f"{prefix}0.", int(expert)
@@ -228,35 +231,28 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-@dataclass(frozen=True)
-class _Written:
-    """A tensor of the folder, and how it is read."""
-
-    spec: TensorSpec
-    read: Callable[[], Iterator[torch.Tensor]]
-
-
-def _written(
+def _group(
     tensor: ConvertedTensor, kept: KeptBlocks, dtype: torch.dtype, by_kernels: bool
-) -> Iterator[_Written]:
+) -> TensorGroup:
     """A matrix whose blocks are kept is several tensors, others are one of plain numbers."""
     module = tensor.name.removesuffix(".weight")
     if module not in kept.types:
         if module.endswith(PRECISE):
             dtype = torch.float32
         spec = TensorSpec(tensor.name, tensor.shape, dtype)
-        yield _Written(spec, partial(read_values, tensor=tensor, dtype=dtype))
-        return
+        return TensorGroup((spec,), lambda: ((each,) for each in read_values(tensor, dtype)))
     rows, columns = tensor.shape
-    for part, stored in stored_tensors(kept.types[module]).items():
-        shape = rows, columns // stored.axes[1].per
-        spec = TensorSpec(f"{module}.{part}", shape, stored.dtype)
-        yield _Written(spec, partial(read_blocks, tensor=tensor, part=part, by_kernels=by_kernels))
+    parts = stored_tensors(kept.types[module])
+    specs = tuple(
+        TensorSpec(f"{module}.{part}", (rows, columns // stored.axes[1].per), stored.dtype)
+        for part, stored in parts.items()
+    )
+    return TensorGroup(specs, partial(read_blocks, tensor, tuple(parts), by_kernels))
 
 
-def _write_weights(file: GGUFFile, written: Sequence[_Written], folder: Path) -> None:
-    by_name = {each.spec.name: each for each in written}
-    specs = [each.spec for each in written]
+def _write_weights(
+    file: GGUFFile, specs: Sequence[TensorSpec], groups: Sequence[TensorGroup], folder: Path
+) -> None:
     with (
         single_threaded_pool(min(_MAX_THREADS, default_num_threads())) as pool,
         tqdm(
@@ -268,10 +264,8 @@ def _write_weights(file: GGUFFile, written: Sequence[_Written], folder: Path) ->
         ) as bar,
     ):
 
-        def read(spec: TensorSpec) -> Iterator[torch.Tensor]:
-            for piece in by_name[spec.name].read():
-                yield piece
-                with bar.get_lock():
-                    bar.update(piece.nbytes)
+        def show(num_bytes: int) -> None:
+            with bar.get_lock():
+                bar.update(num_bytes)
 
-        write_checkpoint(folder, specs, read, _MAX_SHARD_BYTES, pool)
+        write_checkpoint(folder, specs, groups, _MAX_SHARD_BYTES, pool, show)

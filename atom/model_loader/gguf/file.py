@@ -18,6 +18,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.gguf.content import files_identity
 from atom.model_loader.gguf.split import split_paths
 from atom.models.config.file import check_regular
 
@@ -139,11 +140,13 @@ class GGUFFile:
     Attributes:
         path: of the first file, if there are several.
         tensors: of all files.
+        identity: what the files were when this was read, as `files_identity` names it.
     """
 
     path: Path
     metadata: Metadata
     tensors: dict[str, GGUFTensor]
+    identity: str = ""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -167,6 +170,7 @@ def read_gguf(path: Path) -> GGUFFile:
     missing = [part.name for part in paths if not part.is_file()]
     if len(paths) > 1 and missing:
         raise ConfigError(f"{path} is one of {len(paths)} files; missing: {name_some(missing)}")
+    identity = files_identity(paths)
     first, *others = (_read_header(part) for part in paths)
     stated = first.metadata.get("split.count", int, 1)
     if stated > 1 and stated != len(paths):
@@ -179,7 +183,7 @@ def read_gguf(path: Path) -> GGUFFile:
         if twice := tensors.keys() & other.tensors.keys():
             raise WeightError(f"{other.path} holds {name_some(sorted(twice))} once more")
         tensors |= other.tensors
-    return replace(first, tensors=tensors)
+    return replace(first, tensors=tensors, identity=identity)
 
 
 def _read_header(path: Path) -> GGUFFile:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -299,8 +299,10 @@ def _all_values(tensor: GGUFTensor) -> torch.Tensor:
     return _values_of(rows, tensor.kind).view(tensor.shape)
 
 
-def read_blocks(tensor: ConvertedTensor, part: str, by_kernels: bool) -> Iterator[torch.Tensor]:
-    """One tensor `part` of a matrix whose blocks are kept, in the same chunks.
+def read_blocks(
+    tensor: ConvertedTensor, parts: Sequence[str], by_kernels: bool
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The tensors `parts` of a matrix whose blocks are kept, in the same chunks.
 
     Args:
         by_kernels: as for `read_part`.
@@ -311,9 +313,11 @@ def read_blocks(tensor: ConvertedTensor, part: str, by_kernels: bool) -> Iterato
     kind = tensor.source.kind
     for raw in _read_rows(tensor):
         blocks, size = torch.from_numpy(raw), GGML_QUANT_SIZES[kind][1]
-        values = read_part(kind.name, part, blocks, size, by_kernels=by_kernels)
-        _check_finite(values, f"{tensor.source.path}: {tensor.source.name}")
-        yield values
+        found = []
+        for part in parts:
+            found.append(read_part(kind.name, part, blocks, size, by_kernels=by_kernels))
+            _check_finite(found[-1], f"{tensor.source.path}: {tensor.source.name}")
+        yield tuple(found)
 
 
 def _read_rows(tensor: ConvertedTensor) -> Iterator[np.ndarray]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -41,35 +42,94 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-ReadTensor = Callable[[TensorSpec], Iterator[torch.Tensor]]
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors that are read together.
+
+    Attributes:
+        read: yields the next values of each, in its dtype and in row-major order, in pieces of any
+            size.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    read: Callable[[], Iterator[tuple[torch.Tensor, ...]]]
 
 
 def write_checkpoint(
     folder: Path,
     tensors: Sequence[TensorSpec],
-    read: ReadTensor,
+    groups: Sequence[TensorGroup],
     max_shard_bytes: int,
     pool: Executor,
+    show: Callable[[int], None],
 ) -> None:
     """Write `model.safetensors`, or several shards with an index if it is too large.
 
     Args:
-        read: yields a tensor's values in its dtype and in row-major order, in pieces of any size.
+        tensors: in the order of the files.
+        groups: each tensor is of one of them.
         max_shard_bytes: exceeded only by a shard with a single tensor.
-        pool: reads and writes the tensors of a file, each by itself.
+        pool: reads and writes groups, each by itself.
+        show: is told of bytes that were written.
     """
     shards = _split(tensors, max_shard_bytes)
     if len(shards) == 1:
-        _write_file(folder / "model.safetensors", shards[0], read, pool)
-        return
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_file(folder / name, shard, read, pool)
-        weight_map |= {tensor.name: name for tensor in shard}
-    total = sum(tensor.num_bytes for tensor in tensors)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        names = ["model.safetensors"]
+    else:
+        names = [
+            f"model-{number:05}-of-{len(shards):05}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
+        _write_index(folder, dict(zip(names, shards, strict=True)))
+    with ExitStack() as files:
+        places: dict[str, tuple[int, int]] = {}
+        for name, shard in zip(names, shards, strict=True):
+            out = files.enter_context((folder / name).open("wb", buffering=0))
+            header = _header(shard)
+            out.write(header)
+            ends = accumulate((tensor.num_bytes for tensor in shard), initial=len(header))
+            places |= {each.name: (out.fileno(), at) for each, at in zip(shard, ends, strict=False)}
+        _write_groups(groups, places, pool, show)
+
+
+def _write_index(folder: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
+    index = {
+        "metadata": {"total_size": sum(each.num_bytes for of in files.values() for each in of)},
+        "weight_map": {tensor.name: name for name, of in files.items() for tensor in of},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_groups(
+    groups: Sequence[TensorGroup],
+    places: Mapping[str, tuple[int, int]],
+    pool: Executor,
+    show: Callable[[int], None],
+) -> None:
+    """Args:
+    places: of each tensor, a file's descriptor and an offset.
+    """
+
+    def write(group: TensorGroup) -> None:
+        at = [places[spec.name] for spec in group.specs]
+        for pieces in group.read():
+            at = [
+                (file, start + _write_values(file, piece, start))
+                for (file, start), piece in zip(at, pieces, strict=True)
+            ]
+            show(sum(piece.nbytes for piece in pieces))
+        for spec, (_, end) in zip(group.specs, at, strict=True):
+            assert end - places[spec.name][1] == spec.num_bytes, spec.name
+
+    running = [pool.submit(write, group) for group in groups]
+    try:
+        for future in running:
+            future.result()
+    except BaseException:
+        for future in running:
+            future.cancel()
+        wait(running)  # files are open until the last of them has ended
+        raise
 
 
 def _split(tensors: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
@@ -83,31 +143,6 @@ def _split(tensors: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpe
         shards[-1].append(tensor)
         room -= size
     return shards
-
-
-def _write_file(
-    path: Path, tensors: Sequence[TensorSpec], read: ReadTensor, pool: Executor
-) -> None:
-    with path.open("wb", buffering=0) as out:
-        header = _header(tensors)
-        out.write(header)
-        ends = accumulate((tensor.num_bytes for tensor in tensors), initial=len(header))
-
-        def write(tensor: TensorSpec, start: int) -> None:
-            at = start
-            for piece in read(tensor):
-                at += _write_values(out.fileno(), piece, at)
-            assert at - start == tensor.num_bytes, tensor.name
-
-        running = [pool.submit(write, *each) for each in zip(tensors, ends, strict=False)]
-        try:
-            for future in running:
-                future.result()
-        except BaseException:
-            for future in running:
-                future.cancel()
-            wait(running)  # the file is open until the last of them has ended
-            raise
 
 
 def _header(tensors: Sequence[TensorSpec]) -> bytes:

@@ -1,0 +1,129 @@
+"""Files are told apart by their content, and none is converted that changes meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from atom.config import ModelOptions
+from atom.model_loader import ahead
+from atom.model_loader.errors import WeightError
+from atom.model_loader.gguf import content
+from atom.model_loader.gguf import convert as gguf_convert
+from atom.model_loader.gguf.content import content_key, hash_ahead
+from atom.model_loader.gguf.convert import converted_folder
+from atom.model_loader.gguf.file import read_gguf
+from atom.model_loader.source import resolve_model
+
+WriteTiny = Callable[..., Path]
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    cache.mkdir(parents=True)
+    monkeypatch.setattr(content, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(content, "_READ_BYTES", 16)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_each_byte_and_its_place_counts(tmp_path: Path, cache: Path) -> None:
+    path, keys = tmp_path / "file", set()
+    values = bytes(range(200))
+    changed = [values[:i] + b"\xff" + values[i + 1 :] for i in range(200)]
+    swapped = values[64:128] + values[:64] + values[128:]
+    for i, each in enumerate([values, *changed, swapped, values[:-1], values + b"\0"]):
+        path.write_bytes(each)
+        os.utime(path, ns=(0, i))
+        keys.add(content_key([path], cache, 3))
+    assert len(keys) == 204
+    digests = [hashlib.sha256(values[i : i + 64]).digest() for i in range(0, 200, 64)]
+    path.write_bytes(values)
+    assert content_key([path], cache, 1) == hashlib.sha256(b"".join(digests)).hexdigest()[:16]
+
+
+@pytest.mark.usefixtures("pieces")
+def test_a_key_is_noted_only_of_what_stays(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    digest = content._digest
+
+    def grows(*piece: object) -> bytes:
+        path.write_bytes(bytes(101))
+        return digest(*piece)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(content, "_digest", grows)
+        with pytest.raises(WeightError, match="was changed while it was read"):
+            content_key([path], cache, 2)
+    assert not list(cache.iterdir())
+    content_key([path], cache, 2)
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize("when", ["read_gguf", "content_key", "_write_folder"])
+def test_a_file_that_changes_is_not_converted(
+    write_tiny: WriteTiny, cache: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Its header, its key and its tensors are of one state, or there is no folder."""
+    path = write_tiny()
+
+    def touch() -> None:
+        path.write_bytes(path.read_bytes()[:-1] + b"\1")
+
+    def after(*arguments: object) -> object:
+        found = step(*arguments)
+        touch()
+        return found
+
+    file = read_gguf(path)
+    if when == "read_gguf":
+        touch()
+    else:
+        step = getattr(gguf_convert, when)
+        monkeypatch.setattr(gguf_convert, when, after)
+    with pytest.raises(WeightError, match="was changed while it was read"):
+        converted_folder(file, torch.float32, with_tokenizer=False)
+    assert not [each for each in cache.iterdir() if each.is_dir()]
+    monkeypatch.undo()
+    assert converted_folder(read_gguf(path), torch.float32, with_tokenizer=False).is_dir()
+
+
+def test_what_is_hashed_ahead_is_hashed_once(
+    write_tiny: WriteTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, hashed = write_tiny(), []
+    digest = content._digest
+    monkeypatch.setattr(content, "_digest", lambda *of: hashed.append(of) or digest(*of))
+    options = ModelOptions(str(path))
+    assert ahead.likely_files(options) == [path]
+    ahead.begin_files([path, path])
+    source = resolve_model(options)
+    assert hashed == [(path, 0)]
+    assert not content._ahead
+    assert ahead.likely_files(options) == []  # no weights are packed in its folder yet
+    (source.path / "0.packed").touch()
+    assert ahead.likely_files(options) == [source.path / "0.packed"]
+    ahead.begin_files([path])
+    assert not content._ahead
+
+
+def test_a_file_that_is_refused_is_not_hashed_on(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATOM_CACHE", str(cache.parent))
+    path = tmp_path / "none.gguf"
+    path.write_bytes(b"none")
+    hash_ahead([path], cache, 1)
+    assert content._ahead
+    with pytest.raises(WeightError):
+        resolve_model(ModelOptions(str(path)))
+    assert not content._ahead
+    hash_ahead([tmp_path / "absent.gguf"], cache, 1)
+    assert not content._ahead
