@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -269,6 +271,34 @@ def test_folders_and_a_vllm_that_compiles_nothing(benchmark_module: Module) -> N
     assert eager == {"vllm-16": {"eager": False}, "vllm-16-eager": {"eager": True}}
     assert theirs.options == eager["vllm-16-eager"]
     assert "vllm-16-eager" not in benchmark_module("compare_peers").USUAL
+
+
+def test_workers_tell_how_threads_wait_and_hide_our_modules(
+    benchmark_module: Module, tmp_path: Path
+) -> None:
+    """transformers takes whatever is called `kernels` for a library."""
+    folder = Path(benchmark_module("_peer_worker").__file__).parent
+    assert (folder / "kernels.py").exists()
+    program = f"""
+import importlib.util, sys
+sys.path.insert(0, {str(folder)!r})
+import _peer_worker
+
+def engine(options):
+    assert importlib.util.find_spec("kernels") is None
+    return lambda prompts, max_tokens: None
+
+_peer_worker.ENGINES["fake"] = engine, ()
+_peer_worker.main("fake", "{{}}")
+"""
+    variables = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, input="", cwd=tmp_path, env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    versions = json.loads(done.stdout)["versions"]
+    assert versions["OMP_WAIT_POLICY"] == "passive"
 
 
 def test_setup_keeps_what_is_there(
