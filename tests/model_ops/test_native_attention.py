@@ -249,16 +249,25 @@ def batch_of(rows: list[tuple[int, int, torch.Tensor]]) -> AttentionMetadata:
     )
 
 
-def test_attention_never_reads_what_a_query_may_not_see() -> None:
-    cache, metadata = paged([(3, 50)], 2, 64, 16)
-    q = random(3, 4, 64)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 3, 20])
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_never_reads_what_a_query_may_not_see(
+    dtype: torch.dtype, queries: int, window: int | None
+) -> None:
+    """Before the window and after the context lies what freed blocks and new memory hold."""
+    context = 85
+    cache, metadata = paged([(queries, context)], 2, 64, 16, dtype)
+    q = random(queries, 4, 64, dtype=dtype)
     op = attention.paged_attention
-    want = op(q, cache, metadata, 0.125, 20)
-    for position in (*range(28), *range(50, 64)):  # before the window, after the context
-        block = metadata.block_tables[0, position // 16]
-        cache.key[block, position % 16] = float("nan")
-        cache.value[block, position % 16] = float("nan")
-    assert torch.equal(op(q, cache, metadata, 0.125, 20), want)
+    want = op(q, cache, metadata, 0.125, window)
+    oldest = 0 if window is None else context - queries - window + 1
+    for garbage in (torch.nan, torch.inf):
+        for position in (*range(oldest), *range(context, 96)):
+            block = metadata.block_tables[0, position // 16]
+            cache.key[block, position % 16] = garbage
+            cache.value[block, position % 16] = garbage
+        assert torch.equal(op(q, cache, metadata, 0.125, window), want)
 
 
 def test_attention_survives_huge_scores() -> None:
@@ -339,11 +348,14 @@ def test_attention_refuses_what_makes_no_sense() -> None:
 
 @pytest.mark.parametrize(("real", "padding", "context"), [(1, 3, 20), (3, 1, 130), (2, 15, 33)])
 @pytest.mark.parametrize("op", [attention.paged_attention, attention.block_attention])
-def test_what_pads_a_graph_is_not_read(op: Any, real: int, padding: int, context: int) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_pads_a_graph_is_not_read(
+    dtype: torch.dtype, op: Any, real: int, padding: int, context: int
+) -> None:
     """Nobody wrote its keys: they may be another sequence's NaN."""
     shapes = (2, 64, 16)
-    cache, alone = paged([(2, 9), (real, context)], *shapes)
-    padded_cache, padded = paged([(2, 9), (real + padding, context + padding)], *shapes)
+    cache, alone = paged([(2, 9), (real, context)], *shapes, dtype)
+    padded_cache, padded = paged([(2, 9), (real + padding, context + padding)], *shapes, dtype)
     lens = torch.tensor([0, padding], dtype=torch.int32)
     blocks = [own.block_tables[1] for own in (alone, padded)]
     for mine, theirs in ((padded_cache.key, cache.key), (padded_cache.value, cache.value)):
@@ -355,7 +367,7 @@ def test_what_pads_a_graph_is_not_read(op: Any, real: int, padding: int, context
         end = context % 16
         if end:
             mine[int(blocks[1][context // 16]), end:] = torch.nan
-    q = random(2 + real + padding, 4, 64)
+    q = random(2 + real + padding, 4, 64, dtype=dtype)
     got = op(q, padded_cache, replace(padded, padding_lens=lens), 0.125, None)
     assert torch.equal(got[: 2 + real], op(q[: 2 + real], cache, alone, 0.125, None))
 
