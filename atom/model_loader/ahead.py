@@ -9,10 +9,9 @@ from pathlib import Path
 from atom import torch_start
 from atom.config import ModelOptions
 from atom.environment import cache_dir
-from atom.model_loader.gguf.cache import packed_files
 from atom.model_loader.gguf.content import hash_ahead
 from atom.model_loader.gguf.split import split_paths
-from atom.model_loader.locate import converted_before, gguf_file
+from atom.model_loader.locate import converted_before, likely_files
 from atom.model_loader.packed_file import read_ahead
 from atom.model_loader.tokenizers.plain_tokenizer import read_plain_ahead
 
@@ -28,17 +27,6 @@ def begin(options: ModelOptions) -> None:
     folder = converted_before(options)
     if folder is not None and options.tokenizer is None:
         read_plain_ahead(folder)
-
-
-def likely_files(options: ModelOptions) -> list[Path]:
-    """What an engine is likely to read first: packed weights of a converted GGUF file, or a file
-    that was never converted.
-    """
-    folder = converted_before(options)
-    if folder is not None:
-        return packed_files(folder)[:1]
-    path = gguf_file(options)
-    return [] if path is None else [path]
 
 
 def begin_files(files: Sequence[Path]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from atom.config import ConfigError, ModelOptions
 from atom.environment import cache_dir
-from atom.model_loader.gguf.cache import recall, wishes_of
+from atom.model_loader.gguf.cache import packed_files, recall, wishes_of
 from atom.model_loader.hub import download, download_gguf, looks_like_path
 from atom.models.config.file import check_regular, is_there
 
@@ -39,17 +39,28 @@ def embedded_model() -> Path:
 
 def converted_before(options: ModelOptions) -> Path | None:
     """The folder that the model's GGUF file was converted to; None for what has none yet."""
-    path = gguf_file(options)
+    path = _gguf_file(options)
     known = None if path is None else recall(path, wishes_of(options), cache_dir() / "gguf")
     return None if known is None else known[0]
 
 
-def gguf_file(options: ModelOptions) -> Path | None:
+def _gguf_file(options: ModelOptions) -> Path | None:
     """The GGUF file on this machine that a model is named by, if its weights are to be read."""
     if options.load_format == "dummy":
         return None
     path = embedded_model() if options.model is None else Path(options.model).expanduser()
     return path if path.suffix == ".gguf" and path.is_file() else None
+
+
+def likely_files(options: ModelOptions) -> list[Path]:
+    """What an engine is likely to read first: packed weights of a converted GGUF file, or a file
+    that was never converted.
+    """
+    folder = converted_before(options)
+    if folder is not None:
+        return packed_files(folder)[:1]
+    path = _gguf_file(options)
+    return [] if path is None else [path]
 
 
 def is_here(options: ModelOptions) -> bool:

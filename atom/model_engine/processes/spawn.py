@@ -16,7 +16,7 @@ from pathlib import Path
 
 from atom.config import EngineConfig
 from atom.model_engine.processes.placement import Placement, place_engines
-from atom.model_loader.ahead import likely_files
+from atom.model_loader.locate import likely_files
 
 # The path of a Unix socket is limited to about 100 bytes.
 _LONGEST_SOCKET_DIR = 80
