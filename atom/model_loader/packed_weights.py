@@ -113,9 +113,9 @@ class PackedCache:
         header, tensors = _describe(layers)
         needed = header.num_bytes + _SPARE_BYTES
         folder = self.path.parent
-        for old in packed_files(folder)[_MOST_FILES - 1 :]:
-            old.unlink(missing_ok=True)
         try:
+            for old in packed_files(folder)[_MOST_FILES - 1 :]:
+                old.unlink(missing_ok=True)
             has_room = make_room(folder.parent, needed, cache_limit())
             if not has_room or shutil.disk_usage(folder).free < needed:
                 logger.info("packed weights are not kept: no room for %.1f GB", needed / 1e9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -45,6 +46,30 @@ def folders(cache: Path) -> list[Path]:
 
 def left(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir() if path.is_dir())
+
+
+def test_a_folder_that_is_only_read_is_used(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, opens = folders[0], os.open
+
+    def only_reads(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & (os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return opens(path, flags, mode)
+
+    def refuses(_: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    gguf_cache._lock_file(folder).touch()
+    monkeypatch.setattr(gguf_cache, "_in_use", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_cache.os, "open", only_reads)
+        patch.setattr(gguf_cache.os, "utime", refuses)
+        use(folder)
+    make_room(folder.parent, 0, 0)
+    assert left(folder.parent) == [folder.name]
+    os.close(gguf_cache._in_use[folder])
 
 
 @pytest.mark.usefixtures("folders")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,29 @@ def test_a_key_is_noted_only_of_what_stays(
     assert not list(cache.iterdir())
     content_key([path], cache, 2)
     assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.usefixtures("pieces")
+def test_after_ctrl_c_nothing_is_hashed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, goes_on = tmp_path / "file", threading.Event()
+    path.write_bytes(bytes(1000))
+
+    def interrupted(_: Path, start: int) -> bytes:
+        if start == 0:
+            raise KeyboardInterrupt
+        goes_on.wait()
+        return b""
+
+    monkeypatch.setattr(content, "_digest", interrupted)
+    hashing = content._Hashing([path], 1)
+    late = threading.Timer(30, goes_on.set)
+    late.start()
+    with pytest.raises(KeyboardInterrupt):
+        hashing.key()
+    assert not goes_on.is_set()
+    assert hashing._digests[-1].cancelled()
+    late.cancel()
+    goes_on.set()
 
 
 @pytest.mark.parametrize("when", ["read_gguf", "content_key", "_write_folder"])

@@ -116,7 +116,11 @@ def _describe(prog: str, program: Program) -> str:
 
 
 def run() -> None:
-    """The installed script."""
+    """The installed script; after Ctrl-C the exit code is 130, as that of shells."""
     from atom.entrypoints.process_exit import end_process
 
-    end_process(main())
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        status = 130
+    end_process(status)

@@ -61,13 +61,16 @@ def _note(path: Path, wishes: str, cache: Path) -> Path:
 def use(folder: Path) -> None:
     """Keep the folder, which may not be there yet, until this process ends; it is the newest."""
     if folder not in _in_use:
-        descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            descriptor = os.open(_lock_file(folder), os.O_RDONLY)
+        except FileNotFoundError:
+            descriptor = os.open(_lock_file(folder), os.O_RDONLY | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         except OSError as error:
             logger.warning("no lock in %s: %s", folder.parent, error)
         _in_use[folder] = descriptor
-    if folder.is_dir():
+    with contextlib.suppress(OSError):  # not there yet, of another user, or only to be read
         os.utime(folder)
 
 

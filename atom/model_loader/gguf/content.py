@@ -35,8 +35,10 @@ class _Hashing:
 
     def key(self) -> str:
         """Raises OSError when a file cannot be read."""
-        with self._pool:
+        try:
             digests = b"".join(each.result() for each in self._digests)
+        finally:
+            self.cancel()  # after Ctrl-C nobody waits for the rest
         return hashlib.sha256(digests).hexdigest()[:16]
 
     def cancel(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from atom.entrypoints import process_exit
 from atom.entrypoints.terminal import command, completion
 from atom.version import __version__
 
@@ -29,6 +30,20 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("error: unknown command serv; did you mean serve?\n")
     assert command.main(["bench", "srve"]) == 2
     assert "did you mean serve?\natom bench --help" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_process_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "main", interrupted)
+    monkeypatch.setattr(process_exit.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as raised:
+        command.run()
+    assert raised.value.code == 130
+    assert not capsys.readouterr().err
 
 
 def _all_words() -> Iterator[list[str]]:
