@@ -227,6 +227,8 @@ ATOM_INLINE vfloat load(const bfloat16* p) {
   const vuint bits = (vuint)_mm512_cvtepu16_epi32(raw<__m256i>(p));
 #elif defined(__AVX2__) && defined(__FMA__)
   const vuint bits = (vuint)_mm256_cvtepu16_epi32(raw<__m128i>(p));
+#elif defined(__aarch64__)
+  const vuint bits = (vuint)vmovl_u16(vld1_u16(&p->bits));
 #else
   const vuint bits = __builtin_convertvector(raw<vhalf>(p), vuint);
 #endif

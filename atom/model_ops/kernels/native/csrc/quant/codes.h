@@ -28,6 +28,9 @@ ATOM_INLINE vint load_bytes(const int8_t* p) {
   return (vint)_mm512_cvtepi8_epi32(raw<__m128i>(p));
 #elif defined(__AVX2__) && defined(__FMA__)
   return (vint)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(__aarch64__)
+  const int8x8_t bytes = vreinterpret_s8_u32(vdup_n_u32(raw<uint32_t>(p)));
+  return (vint)vmovl_s16(vget_low_s16(vmovl_s8(bytes)));
 #else
   vint out;
   for (int i = 0; i < kLanes; ++i) out[i] = p[i];
@@ -41,6 +44,11 @@ ATOM_INLINE void store_bytes(int8_t* p, vint v) {  // of -128..127
   const __m128i low = _mm256_castsi256_si128((__m256i)v);
   const __m128i words = _mm_packs_epi32(low, _mm256_extracti128_si256((__m256i)v, 1));
   _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+#elif defined(__aarch64__)
+  const int16x4_t words = vmovn_s32((int32x4_t)v);
+  const int8x8_t bytes = vmovn_s16(vcombine_s16(words, words));
+  const uint32_t four = vget_lane_u32(vreinterpret_u32_s8(bytes), 0);
+  std::memcpy(p, &four, sizeof four);
 #else
   for (int i = 0; i < kLanes; ++i) p[i] = int8_t(v[i]);
 #endif
@@ -68,6 +76,9 @@ ATOM_INLINE int32_t sum(vint v) {
 ATOM_INLINE int32_t maximum(vint v) {
   return fold(v, [](__m128i a, __m128i b) { return _mm_max_epi32(a, b); });
 }
+#elif defined(__aarch64__)
+ATOM_INLINE int32_t sum(vint v) { return vaddvq_s32((int32x4_t)v); }
+ATOM_INLINE int32_t maximum(vint v) { return vmaxvq_s32((int32x4_t)v); }
 #else
 ATOM_INLINE int32_t sum(vint v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 ATOM_INLINE int32_t maximum(vint v) {
@@ -169,6 +180,12 @@ ATOM_INLINE vint dot4(vint sums, vint quad, vint inputs) {
 #endif
 #elif defined(__ARM_FEATURE_DOTPROD)
   return (vint)vdotq_s32((int32x4_t)sums, (int8x16_t)quad, (int8x16_t)inputs);
+#elif defined(__aarch64__)
+  // Pairs are summed in 16 bits: 2 * 128 * 127 fits.
+  const int8x16_t w = (int8x16_t)quad, x = (int8x16_t)inputs;
+  const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(x));
+  const int16x8_t high = vmull_high_s8(w, x);
+  return (vint)vpadalq_s16((int32x4_t)sums, vpaddq_s16(low, high));
 #else
   for (int i = 24; i >= 0; i -= 8) {
     sums += ((vint)((vuint)quad << i) >> 24) * ((vint)((vuint)inputs << i) >> 24);

@@ -93,6 +93,10 @@ ATOM_INLINE vint dot2(vint sums, vint codes, vint inputs) {
   sums += (vint)_mm256_madd_epi16((__m256i)codes, (__m256i)inputs);
   ATOM_IN_REGISTER(sums);
   return sums;
+#elif defined(__aarch64__)
+  const int16x8_t w = (int16x8_t)codes, x = (int16x8_t)inputs;
+  const int32x4_t low = vmull_s16(vget_low_s16(w), vget_low_s16(x));
+  return sums + (vint)vpaddq_s32(low, vmull_high_s16(w, x));
 #else
   const auto low = [](vint v) { return (vint)((vuint)v << 16) >> 16; };
   return sums + low(codes) * low(inputs) + (codes >> 16) * (inputs >> 16);
