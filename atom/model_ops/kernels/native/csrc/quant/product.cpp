@@ -11,8 +11,9 @@
 namespace atom {
 namespace {
 
-// Bytes from what the only pass over a panel reads to what it fetches.
-constexpr int64_t kNearBytes = 2048;
+// Bytes from what the only pass over a panel reads to what it fetches. One row waits for memory the
+// most where bytes are not multiplied with bytes: more rows are slower than memory there.
+constexpr int64_t near_bytes(int rows) { return !kSplitsWide && rows == 1 ? 4096 : 2048; }
 // Whether several passes share the next panels: with few registers products are slower than memory.
 constexpr bool kFetchesPanels = kManyRegisters;
 
@@ -40,7 +41,7 @@ struct Fetching {
   template <class C, int R, int P>
   ATOM_INLINE void fetch(const uint8_t* codes, int64_t panel) {
     if (is_near) {
-      codes += kNearBytes + (near_units-- > 0 ? 0 : (P - 1) * panel);
+      codes += near_bytes(R) + (near_units-- > 0 ? 0 : (P - 1) * panel);
       ATOM_UNROLL for (int p = 0; p < P; ++p) {
         for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + p * panel + i);
       }
@@ -225,7 +226,7 @@ void multiply_panels(const QuantMatrix& w, int64_t panel, const QuantRows& rows,
   const auto take = [&](auto size, const FactorTable* table = nullptr) {
     constexpr int R = decltype(size)::value;
     for (; r + R <= count; r += R) {
-      Fetching fetching{!kFetchesPanels || R == count, units - kNearBytes / C::kBytes,
+      Fetching fetching{!kFetchesPanels || R == count, units - near_bytes(R) / C::kBytes,
                         {next + fetched, 0}};
       if (table != nullptr) {
         // All at once: so many rows leave no registers for more.
