@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +17,8 @@ from atom.kv_cache.base import num_spare_blocks
 from atom.model_ops.attention.cached_attention import CachedAttention, StoredPart
 from atom.model_ops.attention.kv_scale import FP8_TYPES
 from atom.model_ops.attention.metadata import CacheTensor, KVCacheTensor
+
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,10 @@ class PagedCache:
     dimension is dropped: latents are [layers, blocks, block_size, width]. Layers with other shapes
     have their own pool with the same block ids. FP8 pools have scales, [layers, parts] or [layers]
     float32.
+
+    On a CPU keys and values lie block by block, each block's layers side by side: memory in use
+    grows by whole blocks, so it can be in huge pages. Only one layer's part of one block is
+    contiguous there.
 
     Tensors are named `kv_cache` and `kv_scale`, after `prefix`; those of further pools
     `kv_cache_2`, `kv_scale_2` and so on.
@@ -109,8 +118,11 @@ class PagedCache:
     def _allocate_pool(self, pool: _PoolLayout, num_blocks: int) -> torch.Tensor:
         """[layers, parts, blocks, block_size, *shape]."""
         blocks = num_blocks + num_spare_blocks(self._device)
-        per_layer = (len(pool.names), blocks, self._block_size, *pool.shape)
-        return zeroed_pool((len(pool.layer_ids), *per_layer), pool.dtype, self._device)
+        layers, block = (len(pool.layer_ids), len(pool.names)), (self._block_size, *pool.shape)
+        if self._device.type != "cpu" or len(pool.names) == 1:
+            return zeroed_pool((*layers, blocks, *block), pool.dtype, self._device)
+        stored = zeroed_pool((blocks, *layers, *block), pool.dtype, self._device, in_order=True)
+        return stored.movedim(0, 2)
 
     def _scales(self, pool: _PoolLayout) -> torch.Tensor | None:
         """[layers, parts] float32; None unless the storage is FP8."""
@@ -138,13 +150,27 @@ def _pool_layouts(layers: Mapping[int, CachedAttention], storage: torch.dtype) -
     return list(pools.values())
 
 
-def zeroed_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeroed_pool(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, in_order: bool = False
+) -> torch.Tensor:
     """A zeroed pool. It must not be uninitialised, since a masked key must not be NaN.
 
     On a CPU the pages are only mapped, so memory is committed when blocks are first written, and
     start-up need not fill gigabytes.
+
+    Args:
+        in_order: whether it is filled from its beginning on, so that huge pages commit hardly more
+            memory than others. Linux is asked for them then, and it begins at a page, so that rows
+            of 64 bytes are in one line of a cache each.
     """
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if in_order and num_bytes >= _HUGE_PAGE_BYTES and sys.platform == "linux":
+        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        pages = np.frombuffer(mapped, dtype=np.uint8)
+    else:
+        pages = np.zeros(num_bytes, dtype=np.uint8)
     return torch.from_numpy(pages).view(dtype).view(shape)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from model_ops.batches import Part, attention_metadata
 from torch import nn
 from transformers import LlamaConfig
 
+from atom.kv_cache import paged
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_ops.attention.cached_attention import CachedAttention, StoredPart
@@ -82,6 +87,52 @@ def test_a_pool_starts_as_zeros_and_can_be_allocated_anew() -> None:
         view = attention_layers(model)[0].kv_cache
         assert isinstance(view, LatentCacheTensor)
         assert view.latent.shape[0] == num_blocks
+
+
+def test_a_block_of_all_layers_is_contiguous_on_a_cpu() -> None:
+    """So memory in use grows by whole blocks, from the pool's beginning."""
+    model = nn.ModuleList([mha(), mha(), mha()])
+    cache = cache_of(model)
+    pool = cache.allocate_kv_cache_tensors(5)["kv_cache"]
+    bind_kv_caches(model, [cache])
+    for layer in attention_layers(model).values():
+        assert isinstance(layer.kv_cache, KVCacheTensor)
+        layer.kv_cache.key[0] = layer.kv_cache.value[0] = 1
+    written = pool.new_empty(0).set_(pool.untyped_storage()) != 0
+    assert int(written.sum()) * 4 == cache.compute_block_bytes()
+    assert bool(written[: int(written.sum())].all())
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no system with huge pages"
+)
+def test_huge_pages_are_asked_for() -> None:
+    pool = paged.zeroed_pool((3 << 20,), torch.bfloat16, CPU, in_order=True)
+    pages = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    for entry, flags in itertools.pairwise(pages):
+        header = next(line for line in entry.splitlines()[::-1] if "-" in line.split(" ")[0])
+        begin, end = (int(part, 16) for part in header.split(" ")[0].split("-"))
+        if begin <= pool.data_ptr() < end:
+            assert "hg" in flags.splitlines()[0].split()
+            return
+    pytest.fail("the pool is in no map")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system is asked for huge pages")
+def test_a_system_may_have_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Refusing(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            asked.append(option)
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(paged.mmap, "mmap", Refusing)
+    pool = paged.zeroed_pool((3 << 20,), torch.bfloat16, CPU, in_order=True)
+    assert asked == [mmap.MADV_HUGEPAGE]
+    assert not pool.any()
+    pool.fill_(1)
+    assert bool((pool == 1).all())
 
 
 def test_a_cache_serves_only_its_own_modules() -> None:

@@ -17,8 +17,8 @@ from atom.model_ops.kernels.native.bindings import (
 )
 from atom.model_ops.registry import OpQuery
 
-_write = Kernels("kv_cache_write", "7P6q")
-_attention = Kernels("paged_attention", "10P12q2d")
+_write = Kernels("kv_cache_write", "7P8q")
+_attention = Kernels("paged_attention", "10P13q2d")
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -54,8 +54,9 @@ def kv_cache_write(
     k, k_stride = rows_apart(k)
     v, v_stride = rows_apart(v)
     pointers = slot_mapping.data_ptr(), k.data_ptr(), v.data_ptr()
-    sizes = rows, kv_heads * head_dim, num_blocks * block_size, k_stride, v_stride
-    wrong = _write(dtype, *pointers, *caches, *sizes, num_threads())
+    sizes = rows, kv_heads * head_dim, num_blocks * block_size, block_size
+    strides = key.stride(0) * key.itemsize, k_stride, v_stride
+    wrong = _write(dtype, *pointers, *caches, *sizes, *strides, num_threads())
     if wrong:
         raise IndexError(
             f"slot {int(slot_mapping[wrong - 1])} lies beyond a cache of "
@@ -117,8 +118,9 @@ def _attend(
     pointers = q.data_ptr(), key_at, value_at, out.data_ptr()
     indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()
     shape = tokens, heads, kv_heads, head_dim, num_blocks, block_size, width, sequences
+    block_bytes = key.stride(0) * key.itemsize
     sinks_at = 0 if sinks is None else sinks.data_ptr()
-    limits = stride, sliding_window or 0, causal, num_threads(), scale, softcap or 0.0
+    limits = block_bytes, stride, sliding_window or 0, causal, num_threads(), scale, softcap or 0.0
     wrong = _attention(dtype, *pointers, *indices, *scales, sinks_at, *shape, *limits)
     if wrong:
         raise IndexError(describe_sequence(metadata, wrong - 1, num_blocks))
@@ -130,14 +132,21 @@ block_attention = partial(_attend, "block_attention", False)
 
 
 def _cache_pointers(op: str, kv_cache: KVCacheTensor, x: torch.Tensor) -> tuple[int, int, int, int]:
-    """Addresses of keys, values and their scales; the latter are 0 unless the cache is FP8.
+    """Addresses of keys, values and their scales; the latter are 0 unless the cache is FP8. A
+    block's keys, and its values, are contiguous, blocks any bytes apart.
 
     Raises:
         ValueError: when the cache does not hold what an op computing in x's type can read.
     """
     key, value = kv_cache.key, kv_cache.value
     scales = kv_cache.key_scale, kv_cache.value_scale
-    fits = key.is_contiguous() and value.is_contiguous() and value.shape == key.shape
+    _, _, kv_heads, head_dim = key.shape
+    strides = key.stride()
+    fits = (
+        strides[1:] == (kv_heads * head_dim, head_dim, 1)
+        and value.stride() == strides
+        and value.shape == key.shape
+    )
     if fits and key.dtype is value.dtype is x.dtype and scales == (None, None):
         return key.data_ptr(), value.data_ptr(), 0, 0
     if fits and key.dtype is value.dtype is torch.float8_e4m3fn:

@@ -56,11 +56,11 @@ def write_rows(
         slots = slots[real]
     for pool, rows, scale in writes:
         stored = _as_stored(rows if real is None else rows[real], pool.dtype, scale)
-        flat, stored = bits(pool).flatten(0, 1), bits(stored)
-        if on_cpu:
-            flat.index_copy_(0, slots, stored)
+        if on_cpu:  # where blocks need not lie side by side
+            size = pool.shape[1]
+            bits(pool).index_put_((slots // size, slots % size), bits(stored))
         else:
-            flat.index_put_((slots,), stored)
+            bits(pool).flatten(0, 1).index_put_((slots,), bits(stored))
 
 
 def _as_stored(x: torch.Tensor, storage: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:

@@ -11,7 +11,8 @@ namespace atom {
 
 struct AttentionArgs {
   const void* q;      // [tokens, heads, head_dim], tokens q_stride elements apart
-  const char* key;    // [num_blocks, block_size, kv_heads, head_dim], of q's type or FP8
+  const char* key;    // [num_blocks, block_size, kv_heads, head_dim], of q's type or FP8, blocks
+                      // block_bytes apart
   const char* value;  // the same
   void* out;          // [tokens, heads, head_dim]
   const int32_t* block_tables;  // [sequences, table_width]
@@ -21,6 +22,7 @@ struct AttentionArgs {
   const float* value_scale;
   const float* sinks;  // [heads], a score more of each row; null for none
   int64_t tokens, heads, kv_heads, head_dim, num_blocks, block_size, table_width, sequences;
+  int64_t block_bytes;  // from a block to the next
   int64_t q_stride, window;  // window: keys up to its own that a query sees at most; 0 is all
   int64_t causal;            // whether a query sees no keys after its own
   int64_t threads;
@@ -86,7 +88,7 @@ inline void gather(const AttentionArgs& a, int64_t head_bytes, const Unit& unit,
   int64_t within = (base + chunk.begin) % a.block_size;
   for (int64_t i = chunk.begin; i < chunk.end; ++block, within = 0) {
     const int64_t stop = std::min(chunk.end, i + a.block_size - within);
-    int64_t at = (table[block] * a.block_size + within) * token + unit.first_kv_head * head_bytes;
+    int64_t at = table[block] * a.block_bytes + within * token + unit.first_kv_head * head_bytes;
     for (; i < stop; ++i, at += token) {
       chunk.key[i] = a.key + at;
       chunk.value[i] = a.value + at;
