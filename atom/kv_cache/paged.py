@@ -119,7 +119,7 @@ class PagedCache:
         """[layers, parts, blocks, block_size, *shape]."""
         blocks = num_blocks + num_spare_blocks(self._device)
         layers, block = (len(pool.layer_ids), len(pool.names)), (self._block_size, *pool.shape)
-        if self._device.type != "cpu" or len(pool.names) == 1:
+        if len(pool.names) == 1 or not lie_by_block(self._device):
             return zeroed_pool((*layers, blocks, *block), pool.dtype, self._device)
         stored = zeroed_pool((blocks, *layers, *block), pool.dtype, self._device, in_order=True)
         return stored.movedim(0, 2)
@@ -148,6 +148,11 @@ def _pool_layouts(layers: Mapping[int, CachedAttention], storage: torch.dtype) -
             kind = tuple(names), shape, layer.storage_of(storage)
             pools.setdefault(kind, _PoolLayout(*kind)).layer_ids.append(layer_id)
     return list(pools.values())
+
+
+def lie_by_block(device: torch.device) -> bool:
+    """Whether keys and values lie block by block, layers within blocks, and not layer by layer."""
+    return device.type == "cpu"
 
 
 def zeroed_pool(

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom.environment import triton_is_interpreted
 from atom.graphs.capture import ReexecuteBackend
+from atom.kv_cache import paged
 from atom.model_engine.step import planned_graphs
 from atom.model_loader import sketch
 from atom.model_ops import layer_context
@@ -141,6 +142,8 @@ def tables(
         patch.setattr(layer_context, "OpTable", build)
         # The platform's own memory is not there to be asked.
         patch.setattr(sketch, "total_memory_bytes", lambda _: 1 << 40)
+        # And its kernels may expect each layer's blocks side by side.
+        patch.setattr(paged, "lie_by_block", lambda _: platform.kind == "cpu")
         yield built
 
 
