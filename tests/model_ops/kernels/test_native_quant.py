@@ -441,15 +441,136 @@ def needs(feature: str) -> None:
         pytest.skip(f"this processor has no {feature}")
 
 
+def run_check(program: str, arch: str, optimised: str, folder: Path) -> str:
+    """What a C++ program that includes our sources prints, compiled for a processor."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler is not None
+    (folder / "check.cpp").write_text(program)
+    command = [compiler, optimised, "-std=c++17", f"-march={arch}", f"-I{SOURCE_DIR}", "check.cpp"]
+    subprocess.run([*command, "-o", "check"], cwd=folder, check=True)
+    return subprocess.run([folder / "check"], capture_output=True, text=True).stdout
+
+
 @pytest.mark.parametrize(("arch", "feature", "lanes"), _ARCHES)
 def test_products_of_bytes_on_older_processors(
     arch: str, feature: str, lanes: int, tmp_path: Path
 ) -> None:
     needs(feature)
-    compiler = shutil.which("c++") or shutil.which("g++")
-    assert compiler is not None
-    (tmp_path / "check.cpp").write_text(_DOT_CHECK)
-    command = [compiler, "-O1", "-std=c++17", f"-march={arch}", f"-I{SOURCE_DIR}", "check.cpp"]
-    subprocess.run([*command, "-o", "check"], cwd=tmp_path, check=True)
-    done = subprocess.run([tmp_path / "check"], capture_output=True, text=True)
-    assert done.stdout == f"0 wrong with {lanes} lanes"
+    assert run_check(_DOT_CHECK, arch, "-O1", tmp_path) == f"0 wrong with {lanes} lanes"
+
+
+# Products of one row beside numbers in double, and of several beside one by bits.
+_ROWS_CHECK = """
+#include <cstdio>
+#include <random>
+#include <vector>
+#include "quant/product.cpp"
+#include "quant/rows.cpp"
+using namespace atom;
+struct Format {
+  int64_t bits, middle, inputs, group, span, super;
+  Number scale, shift;
+  bool has_shift, has_offsets;
+};
+const Number half = Number::kFloat16, byte = Number::kInt8, single = Number::kFloat32;
+const Format formats[] = {
+    {8, 128, 1152, 1152, 576, 0, single, single, false, false},  // a scale for a row
+    {8, 128, 352, 32, 32, 0, half, half, false, false},
+    {8, 128, 320, 64, 64, 0, half, byte, true, false},
+    {6, 32, 512, 16, 16, 256, byte, byte, false, false},
+    {4, 8, 1152, 1152, 576, 0, single, single, false, false},
+    {4, 8, 352, 32, 32, 0, half, half, false, false},
+    {4, 0, 384, 128, 128, 0, half, half, true, true},
+    {4, 0, 512, 32, 32, 256, byte, byte, true, true},
+};
+constexpr int kMost = 11;
+int check(const Format& f, Inputs kind) {
+  std::mt19937 random(1);
+  std::vector<uint8_t> codes(2 * kLanes * f.inputs * f.bits / 8);
+  for (auto& code : codes) code = random();
+  const auto numbers = [&](Number type, int64_t count) {  // of 1/64 to 1/32, or bytes
+    std::vector<uint8_t> bytes(count * bytes_of(type));
+    for (int64_t i = 0; i < count; ++i) {
+      const float number = (1 + random() % 1024 / 1024.0f) / 64;
+      if (type == Number::kFloat32) std::memcpy(&bytes[4 * i], &number, 4);
+      else bytes[i * bytes_of(type)] = random() % 256;
+      if (type == Number::kFloat16) bytes[2 * i + 1] = 0x24 + random() % 4;
+    }
+    return bytes;
+  };
+  const int64_t groups = f.inputs / f.group, above = f.super == 0 ? 0 : f.inputs / f.super;
+  const auto scale = numbers(f.scale, 2 * kLanes * groups);
+  const auto shift = numbers(f.shift, 2 * kLanes * groups);
+  const auto super = numbers(half, 2 * kLanes * above);
+  const auto* factors = above == 0 ? nullptr : reinterpret_cast<const float16*>(super.data());
+  const QuantMatrix w{codes.data(), scale.data(), f.has_shift ? shift.data() : nullptr, factors,
+                      f.has_offsets ? factors : nullptr, f.bits, f.inputs, 2 * kLanes, f.middle,
+                      f.group, groups, f.super, above, f.scale, f.shift, f.has_offsets};
+  std::vector<float> x(kMost * f.inputs);
+  for (auto& number : x) number = float(random() % 20001) / 10000 - 1;
+  const QuantInputs how{x.data(), nullptr, f.inputs, f.inputs, f.inputs, f.span, kind,
+                        kind == Inputs::kInt8 ? f.span : f.inputs, 0, excess_of(w, kind), 0};
+  std::vector<uint8_t> packed(kMost * how.row_bytes());
+  std::vector<Span> spans(kMost * how.spans());
+  for (int64_t r = 0; r < kMost; ++r) {
+    pack_row<float>(how, r, how.place(packed.data(), r), &spans[r * how.spans()]);
+  }
+  float alone[kMost][2][kLanes], out[kMost * 2 * kLanes];
+  const auto rows = [&](int64_t first) {
+    return how.rows(how.place(packed.data(), first), &spans[first * how.spans()]);
+  };
+  for (int r = 0; r < kMost; ++r) {
+    for (int p = 0; p < 2; ++p) multiply_panels(w, p, 1, rows(r), 1, alone[r][p]);
+  }
+  int wrong = 0;
+  const auto near = [&](auto codes_of, int r, int p, int lane) {
+    using C = decltype(codes_of);
+    double sum = 0, most = 0;
+    for (int64_t i = 0; i < f.inputs; ++i) {
+      const uint8_t* unit = w.codes + p * w.panel_bytes() + i / C::kUnit * C::kBytes;
+      const int code = (C::quad(unit, i % C::kUnit / 4)[lane] >> i % 4 * 8) & 255;
+      const Factors at = load_factors(w, p, i);
+      const double zero = f.has_shift && !f.has_offsets ? at.shift[lane] : 0;
+      const double offset = f.has_offsets ? at.shift[lane] : 0;
+      const double number = (code - f.middle - zero) * at.scale[lane] + offset;
+      sum += number * x[r * f.inputs + i];
+      most += std::abs(number) / limit_of(kind);  // inputs are within 1, rounded by half of a step
+    }
+    return std::abs(sum - alone[r][p][lane]) < most;
+  };
+  for (int lane = 0; lane < 2 * kLanes; ++lane) {
+    const auto is_near = [&](auto codes_of) {
+      return near(codes_of, 0, lane / kLanes, lane % kLanes);
+    };
+    wrong += !(f.bits == 8   ? is_near(Codes<8>{})
+               : f.bits == 6 ? is_near(Codes<6>{})
+                             : is_near(Codes<4>{}));
+  }
+  for (int count = 1; count <= kMost; ++count) {
+    for (int panels = 1; panels <= 2; ++panels) {
+      for (int first = 0; first + panels <= 2; ++first) {
+        multiply_panels(w, first, panels, rows(0), count, out);
+        for (int i = 0; i < count * panels; ++i) {
+          const float* one = alone[i / panels][first + i % panels];
+          wrong += std::memcmp(out + i * kLanes, one, sizeof alone[0][0]) != 0;
+        }
+      }
+    }
+  }
+  return wrong;
+}
+int main() {
+  int wrong = 0;
+  for (const Format& f : formats) {
+    wrong += check(f, Inputs::kInt8) + check(f, Inputs::kInt16);
+    if (f.bits == 4) wrong += check(f, Inputs::kInt12);
+  }
+  std::printf("%d wrong", wrong);
+  return wrong != 0;
+}
+"""
+
+
+def test_rows_together_are_rows_alone_without_products_of_bytes(tmp_path: Path) -> None:
+    needs("avx2")
+    assert run_check(_ROWS_CHECK, "haswell", "-O0", tmp_path) == "0 wrong"
