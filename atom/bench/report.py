@@ -168,13 +168,19 @@ def _command(argv: Sequence[str]) -> str:
 
 
 def _cpu_name() -> str:
+    """With the numbers of family and model where there are any: a virtual machine's name may be of
+    a whole brand.
+    """
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
+        first = ""  # not Linux
+    pairs = (line.partition(":") for line in first.splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in pairs}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if not {"cpu family", "model"} <= fields.keys():
+        return name
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})"
 
 
 def _usable_cpus() -> int:

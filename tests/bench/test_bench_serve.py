@@ -176,6 +176,23 @@ def test_reports_hold_no_key(monkeypatch: pytest.MonkeyPatch, key: list[str]) ->
     assert report_module.environment()["command"] == "python serving.py --api-key=... --seed 1"
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        (
+            "cpu family\t: 6\nmodel\t\t: 207\nmodel name\t: Xeon\n\nmodel\t: 1\n",
+            "Xeon (family 6, model 207)",
+        ),
+        ("model name\t: ARMv8\nFeatures\t: fp\n", "ARMv8"),
+    ],
+)
+def test_reports_name_a_processor_whose_name_is_a_brand(
+    monkeypatch: pytest.MonkeyPatch, cpuinfo: str, name: str
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: cpuinfo)
+    assert report_module._cpu_name() == name
+
+
 @pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"])
 def test_the_address_of_a_server(url: str) -> None:
     assert serving.api_url(url) == "http://a:1/v1"
