@@ -34,10 +34,12 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 def png_bomb(width: int, height: int) -> bytes:
     """A PNG of so many pixels, all black, in a thousandth of their bytes."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    row = b"\0" * (3 * width + 1)
-    compressor = zlib.compressobj(9)
-    rows = b"".join(compressor.compress(row) for _ in range(min(height, 2000)))
-    body = chunk(b"IDAT", rows + compressor.flush())
+    num_rows = min(height, 2000)
+    row = bytes(3 * width + 1)
+    compressor = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
+    one = compressor.compress(row) + compressor.flush(zlib.Z_FULL_FLUSH)  # may be repeated
+    checksum = struct.pack(">HH", num_rows * len(row) % 65521, 1)  # Adler-32 of zeros
+    body = chunk(b"IDAT", b"\x78\xda" + one * num_rows + compressor.flush() + checksum)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
 
 
