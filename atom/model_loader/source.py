@@ -258,7 +258,7 @@ def from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
         )
     finally:
         forget_hashed_ahead()
-    remember(path, wishes, cache, folder, str(automatic).removeprefix("torch."))
+    remember(file.identity, wishes, cache, folder, str(automatic).removeprefix("torch."))
     return folder, automatic
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +20,17 @@ from atom.model_loader import ahead
 from atom.model_loader.errors import WeightError
 from atom.model_loader.gguf import content
 from atom.model_loader.gguf import convert as gguf_convert
-from atom.model_loader.gguf.content import content_key, hash_ahead
+from atom.model_loader.gguf.cache import recall, wishes_of
+from atom.model_loader.gguf.content import content_key, files_identity, hash_ahead
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.source import resolve_model
 
 WriteTiny = Callable[..., Path]
+
+
+def key_of(path: Path, cache: Path, num_threads: int) -> str:
+    return content_key([path], files_identity([path]), cache, num_threads)
 
 
 @pytest.fixture
@@ -40,11 +49,44 @@ def test_each_byte_and_its_place_counts(tmp_path: Path, cache: Path) -> None:
     for i, each in enumerate([values, *changed, swapped, values[:-1], values + b"\0"]):
         path.write_bytes(each)
         os.utime(path, ns=(0, i))
-        keys.add(content_key([path], cache, 3))
+        keys.add(key_of(path, cache, 3))
     assert len(keys) == 204
     digests = [hashlib.sha256(values[i : i + 64]).digest() for i in range(0, 200, 64)]
     path.write_bytes(values)
-    assert content_key([path], cache, 1) == hashlib.sha256(b"".join(digests)).hexdigest()[:16]
+    assert key_of(path, cache, 1) == hashlib.sha256(b"".join(digests)).hexdigest()[:16]
+
+
+@pytest.mark.usefixtures("pieces")
+def test_a_file_system_may_give_less_than_is_asked_for(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(io.FileIO):
+        def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+            return super().readinto(buffer[:3])
+
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(200)))
+    key = key_of(path, cache, 1)
+    os.utime(path, ns=(0, 0))  # it was not hashed yet
+    opens = Path.open
+
+    def slowly(self: Path, *arguments: Any, **named: Any) -> Any:
+        return Slow(self) if self == path else opens(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", slowly)
+    assert key_of(path, cache, 1) == key
+
+
+@pytest.mark.usefixtures("pieces")
+def test_a_note_that_is_empty_is_none(tmp_path: Path, cache: Path) -> None:
+    """As a machine may leave it that loses power."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    key = key_of(path, cache, 1)
+    (note,) = cache.iterdir()
+    note.write_bytes(b"")
+    hash_ahead([path], cache, 1)
+    assert key_of(path, cache, 1) == key == note.read_text()
 
 
 @pytest.mark.usefixtures("pieces")
@@ -62,9 +104,9 @@ def test_a_key_is_noted_only_of_what_stays(
     with monkeypatch.context() as patch:
         patch.setattr(content, "_digest", grows)
         with pytest.raises(WeightError, match="was changed while it was read"):
-            content_key([path], cache, 2)
+            key_of(path, cache, 2)
     assert not list(cache.iterdir())
-    content_key([path], cache, 2)
+    key_of(path, cache, 2)
     assert len(list(cache.iterdir())) == 1
 
 
@@ -91,15 +133,29 @@ def test_after_ctrl_c_nothing_is_hashed_on(tmp_path: Path, monkeypatch: pytest.M
     goes_on.set()
 
 
-@pytest.mark.parametrize("when", ["read_gguf", "content_key", "_write_folder"])
+def _change(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("change", [_change, _cut, Path.unlink])
+@pytest.mark.parametrize("when", ["read_gguf", "content_key", "_write_folder", "write_tokenizer"])
 def test_a_file_that_changes_is_not_converted(
-    write_tiny: WriteTiny, cache: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    write_tiny: WriteTiny,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+    change: Callable[[Path], None],
 ) -> None:
     """Its header, its key and its tensors are of one state, or there is no folder."""
     path = write_tiny()
+    copy = Path(shutil.copy(path, path.with_name("copy.gguf")))
 
     def touch() -> None:
-        path.write_bytes(path.read_bytes()[:-1] + b"\1")
+        change(path)
 
     def after(*arguments: object) -> object:
         found = step(*arguments)
@@ -113,10 +169,56 @@ def test_a_file_that_changes_is_not_converted(
         step = getattr(gguf_convert, when)
         monkeypatch.setattr(gguf_convert, when, after)
     with pytest.raises(WeightError, match="was changed while it was read"):
-        converted_folder(file, torch.float32, with_tokenizer=False)
+        converted_folder(file, torch.float32, with_tokenizer=True)
     assert not [each for each in cache.iterdir() if each.is_dir()]
     monkeypatch.undo()
-    assert converted_folder(read_gguf(path), torch.float32, with_tokenizer=False).is_dir()
+    monkeypatch.setenv("ATOM_CACHE", str(cache.parent))
+    assert converted_folder(read_gguf(copy), torch.float32, with_tokenizer=True).is_dir()
+
+
+def test_a_file_that_was_replaced_is_not_taken_for_the_converted_one(
+    write_tiny: WriteTiny, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, options = write_tiny(), ModelOptions(str(write_tiny()))
+
+    def replaces(*arguments: object, **named: object) -> Path:
+        folder = converted_folder(*arguments, **named)  # type: ignore[arg-type]
+        _change(path)
+        return folder
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_convert, "converted_folder", replaces)
+        first = resolve_model(options).path
+    assert recall(path, wishes_of(options), cache) is None
+    assert resolve_model(options).path != first
+
+
+def test_a_cache_without_room_for_notes_is_used(
+    write_tiny: WriteTiny, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a file that has a converted folder under another name, and no note."""
+    path = write_tiny()
+    folder = resolve_model(ModelOptions(str(path))).path
+    before = sorted(cache.iterdir())
+
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    copy = Path(shutil.copy(path, path.with_name("copy.gguf")))
+    with monkeypatch.context() as patch:
+        patch.setattr(content.os, "replace", is_full)
+        assert resolve_model(ModelOptions(str(copy))).path == folder
+    assert sorted(cache.iterdir()) == before
+
+
+def test_a_note_of_a_folder_that_is_empty_is_none(write_tiny: WriteTiny, cache: Path) -> None:
+    options = ModelOptions(str(write_tiny()))
+    folder = resolve_model(options).path
+    (note,) = cache.glob(".*.folder")
+    note.write_bytes(b"")
+    assert ahead.likely_files(options) == [Path(str(options.model))]
+    assert resolve_model(options).path == folder
+    assert note.read_bytes()
 
 
 def test_what_is_hashed_ahead_is_hashed_once(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
@@ -33,9 +34,13 @@ def wishes_of(options: ModelOptions) -> str:
     return f"{options.dtype} {options.quantization == 'auto'} {options.tokenizer is None}"
 
 
-def remember(path: Path, wishes: str, cache: Path, folder: Path, dtype: str) -> None:
-    """Note which folder a file was converted to, and its automatic dtype."""
-    write_note(_note(path, wishes, cache), f"{folder.name} {dtype}")
+def remember(identity: str, wishes: str, cache: Path, folder: Path, dtype: str) -> None:
+    """Note which folder a file was converted to, and its automatic dtype.
+
+    Args:
+        identity: of the file that was read, whatever lies in its place by now.
+    """
+    write_note(_note(identity, wishes, cache), f"{folder.name} {dtype}")
 
 
 def recall(path: Path, wishes: str, cache: Path) -> tuple[Path, str] | None:
@@ -44,18 +49,20 @@ def recall(path: Path, wishes: str, cache: Path) -> tuple[Path, str] | None:
     Args:
         wishes: as `wishes_of` has them.
     """
-    note = _note(path, wishes, cache)
-    if not note.is_file():
+    paths = [part for part in split_paths(path) if part.is_file()]
+    note = _note(files_identity(paths), wishes, cache)
+    words = note.read_text().split() if note.is_file() else []
+    if len(words) != 2:  # a machine that lost power may leave it empty
         return None
-    name, dtype = note.read_text().split()
+    name, dtype = words
     folder = cache / name
     use(folder)
     return (folder, dtype) if folder.is_dir() else None
 
 
-def _note(path: Path, wishes: str, cache: Path) -> Path:
-    paths = [part for part in split_paths(path) if part.is_file()]
-    return cache / f".{files_identity(paths, f'v{CONVERTER_VERSION} {wishes}')}.folder"
+def _note(identity: str, wishes: str, cache: Path) -> Path:
+    of = f"{identity} v{CONVERTER_VERSION} {wishes}"
+    return cache / f".{hashlib.sha256(of.encode()).hexdigest()[:32]}.folder"
 
 
 def use(folder: Path) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
+import re
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +19,13 @@ from pathlib import Path
 
 from atom.model_loader.errors import WeightError
 
+logger = logging.getLogger(__name__)
+
 # A thread hashes one at a time; part of what keys are.
 _PIECE_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 _MOST_THREADS = 8
+_KEY = re.compile(r"[0-9a-f]{16}")
 
 
 class _Hashing:
@@ -49,8 +54,11 @@ def _digest(path: Path, start: int) -> bytes:
     content, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        for _ in range(_PIECE_BYTES // _READ_BYTES):
-            content.update(buffer[: file.readinto(buffer)])
+        left = _PIECE_BYTES
+        # A file system may give less than is asked for; only the file's end gives nothing.
+        while left and (count := file.readinto(buffer[:left])):
+            content.update(buffer[:count])
+            left -= count
     return content.digest()
 
 
@@ -62,7 +70,7 @@ def hash_ahead(paths: Sequence[Path], cache: Path, num_threads: int) -> None:
     """Begin to hash files whose key somebody is likely to ask for."""
     with contextlib.suppress(OSError):  # whoever asks is told
         identity = files_identity(paths)
-        if identity not in _ahead and not _note(identity, cache).is_file():
+        if identity not in _ahead and _noted(identity, cache) is None:
             _ahead[identity] = _Hashing(paths, num_threads)
 
 
@@ -72,46 +80,59 @@ def forget_hashed_ahead() -> None:
         _ahead.popitem()[1].cancel()
 
 
-def content_key(paths: Sequence[Path], cache: Path, num_threads: int) -> str:
-    """A name for the files' content.
+def content_key(paths: Sequence[Path], identity: str, cache: Path, num_threads: int) -> str:
+    """A name for the content of files that have this identity.
 
     Raises:
-        OSError: when one cannot be read, or the cache not be written.
+        OSError: when one cannot be read.
         WeightError: when one was changed meanwhile.
     """
-    identity = files_identity(paths)
-    note = _note(identity, cache)
-    if note.is_file():
-        return note.read_text()
-    key = (_ahead.pop(identity, None) or _Hashing(paths, num_threads)).key()
-    check_unchanged(paths, identity)
-    write_note(note, key)
+    if (noted := _noted(identity, cache)) is not None:
+        return noted
+    try:
+        key = (_ahead.pop(identity, None) or _Hashing(paths, num_threads)).key()
+    finally:  # a file that was changed meanwhile may have failed in any way
+        check_unchanged(paths, identity)
+    write_note(_note(identity, cache), key)
     return key
 
 
-def files_identity(paths: Sequence[Path], more: str = "") -> str:
-    """A name for the files' places, sizes and times, and what else is given."""
+def files_identity(paths: Sequence[Path]) -> str:
+    """A name for the files' places, sizes and times."""
     identity = ""
     for path in paths:
         status = path.stat()
         identity += f"{path.resolve()} {status.st_ino} {status.st_size} {status.st_mtime_ns} "
-    identity += more
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
 def check_unchanged(paths: Sequence[Path], identity: str) -> None:
     """Raises WeightError unless the files are those that had this identity."""
-    if files_identity(paths) != identity:
-        raise WeightError(
-            f"{paths[0]} was changed while it was read; start again once it is complete"
-        )
+    with contextlib.suppress(OSError):  # it was moved or removed
+        if files_identity(paths) == identity:
+            return
+    raise WeightError(f"{paths[0]} was changed while it was read; start again once it is complete")
 
 
 def write_note(path: Path, text: str) -> None:
-    """Write a small file, as a whole."""
+    """Write a small file, as a whole; a cache that is only read has none, and each start finds out
+    again what it would say.
+    """
     temporary = path.with_suffix(f".{uuid.uuid4().hex}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        logger.info("nothing is noted in %s: %s", path.parent, error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _noted(identity: str, cache: Path) -> str | None:
+    """The key, unless there is no note or a machine that lost power left it empty."""
+    note = _note(identity, cache)
+    key = note.read_text() if note.is_file() else ""
+    return key if _KEY.fullmatch(key) else None
 
 
 def _note(identity: str, cache: Path) -> Path:

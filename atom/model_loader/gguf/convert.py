@@ -118,7 +118,7 @@ def converted_folder(
     cache = cache_dir() / "gguf"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        key = content_key(file.paths, cache, default_num_threads())
+        key = content_key(file.paths, file.identity, cache, default_num_threads())
         folder = cache / f"{key}-v{CONVERTER_VERSION}-{dtype_name}{suffix}"
         use(folder)
         if folder.is_dir():
@@ -161,8 +161,10 @@ def _convert(
     temporary = folder.parent / f"{_temporary_prefix(folder)}{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
-        _write_folder(file, dtype, with_tokenizer, keeps_blocks, temporary)
-        check_unchanged(file.paths, file.identity)
+        try:
+            _write_folder(file, dtype, with_tokenizer, keeps_blocks, temporary)
+        finally:
+            check_unchanged(file.paths, file.identity)
         try:
             temporary.rename(folder)
         except OSError:
