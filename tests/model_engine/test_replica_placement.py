@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import psutil
 import pytest
@@ -134,6 +135,17 @@ async def test_the_process_keeps_to_its_place() -> None:
         assert process.cpu_affinity() == [cpu]
     finally:
         await client.kill()
+
+
+def test_a_file_may_have_the_name_of_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("-model.gguf").touch()
+    with spawned_engines(engine_config(model="./-model.gguf", device="cpu")) as engines:
+        (process,) = engines._processes
+        assert isinstance(process.args, list)
+        assert process.args[-2:] == ["--ahead", str(tmp_path / "-model.gguf")]
 
 
 def test_processes_that_nobody_takes_are_ended() -> None:

@@ -34,7 +34,8 @@ class EngineProcess(subprocess.Popen[bytes]):
         command = [sys.executable, "-m", "atom.model_engine.processes.engine_process"]
         command += ["--socket-dir", str(self.socket_dir), "--name", placement.name]
         if files := likely_files(placement.config.model):
-            command += ["--ahead", *map(str, files)]
+            # From the root on, none looks like an option.
+            command += ["--ahead", *(str(path.absolute()) for path in files)]
         if placement.cpus:
             command += ["--cpus", *map(str, placement.cpus)]
         # Never written to: it closes when this process ends, and then the engine process exits.
