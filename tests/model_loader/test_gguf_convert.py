@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from gguf_files import tiny_model
@@ -513,6 +514,18 @@ def test_what_killed_processes_left_is_removed(write_tiny: WriteTiny, cache: Pat
     folder.rmdir()
     assert convert(path) == folder
     assert not left.exists()
+
+
+def test_what_was_left_of_another_file_is_removed(write_tiny: WriteTiny, cache: Path) -> None:
+    """Which may never be converted again; not what another process is writing."""
+    dead, live = (cache / f".{name}-v6-bfloat16.tmp-0123" for name in ("dead", "live"))
+    for each in (dead, live):
+        each.mkdir(parents=True)
+        (each / "model.safetensors").write_bytes(b"half")
+    with FileLock(cache / ".live-v6-bfloat16.lock"):
+        convert(write_tiny())
+        assert not dead.exists()
+        assert live.is_dir()
 
 
 def test_no_room_and_no_permission(

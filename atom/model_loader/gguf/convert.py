@@ -49,7 +49,7 @@ from atom.model_loader.gguf.tokenizer import write_tokenizer
 from atom.model_loader.safetensors.writer import TensorGroup, TensorSpec, write_checkpoint
 from atom.model_loader.threads import single_threaded_pool
 from atom.model_ops.quant.formats.gguf import TYPES, config_of, stored_tensors
-from atom.platform import default_num_threads
+from atom.processors import default_num_threads
 
 # Which matrices of a GGUF file keep their blocks, and why others become plain numbers.
 
@@ -94,6 +94,8 @@ _MAX_SHARD_BYTES = 4 * 1000**3
 _STACKED: Sequence[tuple[str, ...]] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _EXPERTS: Sequence[tuple[str, ...]] = (("gate_proj", "up_proj"), ("down_proj",))
 _SPARE_BYTES = 64 * 1000**2
+# In the names of folders that are being written.
+_TEMPORARY = ".tmp-"
 _MAX_THREADS = 8
 
 
@@ -139,7 +141,7 @@ def converted_folder(
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[bool]:
     """Hold the folder's lock; yields false if the file system has no locks."""
-    lock = FileLock(folder.parent / f".{folder.name}.lock", mode=0o644)
+    lock = _lock_file(folder.parent, folder.name)
     try:
         lock.acquire(timeout=0)
     except TimeoutError:
@@ -155,10 +157,14 @@ def _lock(folder: Path) -> Iterator[bool]:
         lock.release()
 
 
+def _lock_file(cache: Path, name: str) -> FileLock:
+    return FileLock(cache / f".{name}.lock", mode=0o644)
+
+
 def _convert(
     file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, keeps_blocks: bool, folder: Path
 ) -> None:
-    temporary = folder.parent / f"{_temporary_prefix(folder)}{uuid.uuid4().hex}"
+    temporary = folder.parent / f".{folder.name}{_TEMPORARY}{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
         try:
@@ -175,14 +181,18 @@ def _convert(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _temporary_prefix(folder: Path) -> str:
-    return f".{folder.name}.tmp-"
-
-
 def _remove_left_behind(folder: Path) -> None:
-    """Remove folders of killed processes; call only with the lock held."""
-    for entry in folder.parent.iterdir():
-        if entry.name.startswith(_temporary_prefix(folder)):
+    """Remove folders of killed processes, of any file; call only with the lock of `folder` held."""
+    for entry in folder.parent.glob(f".*{_TEMPORARY}*"):
+        name = entry.name[1:].rpartition(_TEMPORARY)[0]
+        if name == folder.name:
+            shutil.rmtree(entry, ignore_errors=True)
+            continue
+        # Not where another process converts, or the file system has no locks.
+        with (
+            contextlib.suppress(OSError, NotImplementedError),
+            _lock_file(folder.parent, name).acquire(timeout=0),
+        ):
             shutil.rmtree(entry, ignore_errors=True)
 
 
