@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from atom.kv_cache.base import num_spare_blocks
+from atom.kv_cache.base import KVCacheMemoryError, num_spare_blocks
 from atom.model_ops.attention.cached_attention import CachedAttention, StoredPart
 from atom.model_ops.attention.kv_scale import FP8_TYPES
 from atom.model_ops.attention.metadata import CacheTensor, KVCacheTensor
@@ -167,15 +167,28 @@ def zeroed_pool(
         in_order: whether it is filled from its beginning on, so that huge pages commit hardly more
             memory than others. Linux is asked for them then, and it begins at a page, so that rows
             of 64 bytes are in one line of a cache each.
+
+    Raises:
+        KVCacheMemoryError: when a CPU's process is refused so much.
     """
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        pages = _zeroed_pages(num_bytes, in_order)
+    except (MemoryError, OSError) as error:
+        raise KVCacheMemoryError(
+            f"this process may not have {num_bytes / 2**30:.1f} GiB more for a pool of its cache: "
+            f"{error}; lower --kv-cache-memory or --gpu-memory-utilization, or raise what limits "
+            f"it (ulimit -v, vm.overcommit_memory)"
+        ) from error
+    return torch.from_numpy(pages).view(dtype).view(shape)
+
+
+def _zeroed_pages(num_bytes: int, in_order: bool) -> np.ndarray:
     if in_order and num_bytes >= _HUGE_PAGE_BYTES and sys.platform == "linux":
         mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without them
             mapped.madvise(mmap.MADV_HUGEPAGE)
-        pages = np.frombuffer(mapped, dtype=np.uint8)
-    else:
-        pages = np.zeros(num_bytes, dtype=np.uint8)
-    return torch.from_numpy(pages).view(dtype).view(shape)
+        return np.frombuffer(mapped, dtype=np.uint8)
+    return np.zeros(num_bytes, dtype=np.uint8)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from atom.kv_cache import paged
+from atom.kv_cache.base import KVCacheMemoryError
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_ops.attention.cached_attention import CachedAttention, StoredPart
@@ -133,6 +134,14 @@ def test_a_system_may_have_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not pool.any()
     pool.fill_(1)
     assert bool((pool == 1).all())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others may promise any memory")
+@pytest.mark.parametrize("in_order", [False, True])
+def test_memory_that_is_refused_is_named(in_order: bool) -> None:
+    """Half of all addresses: no system has them to give."""
+    with pytest.raises(KVCacheMemoryError, match=r"have 67108864.0 GiB more.*; lower --kv-cache"):
+        paged.zeroed_pool((1 << 55,), torch.bfloat16, CPU, in_order=in_order)
 
 
 def test_a_cache_serves_only_its_own_modules() -> None:
