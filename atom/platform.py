@@ -1,10 +1,8 @@
-"""Hardware detection: which platform there is, its architecture, memory and processors."""
+"""Hardware detection: which platform there is, its architecture and memory."""
 
 from __future__ import annotations
 
 import functools
-import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,48 +156,6 @@ def _cgroup_headroom_bytes(default: int) -> int:
         return default
     cached = int(stat["active_file"]) + int(stat["inactive_file"]) - int(stat["file_mapped"])
     return max(int(limit) - used + max(cached, 0), 0)
-
-
-def default_num_threads() -> int:
-    """Processors that this process may use."""
-    return int(max(min(len(_own_cpus()), _cgroup_num_cpus()), 1))
-
-
-def cpus_by_core() -> list[int]:
-    """Processors that this process may use, those of a core and of a socket side by side.
-
-    Empty where a container's quota, or the operating system, gives no processor to it alone.
-    """
-    own = _own_cpus()
-    if not hasattr(os, "sched_setaffinity") or _cgroup_num_cpus() < len(own):
-        return []
-    return sorted(own, key=lambda cpu: (*_core_of(cpu), cpu))
-
-
-def _core_of(cpu: int) -> tuple[int, int]:
-    """Socket and core; the processor's own number where the kernel tells neither."""
-    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-    try:
-        socket = int((topology / "physical_package_id").read_text())
-        return socket, int((topology / "core_id").read_text())
-    except (OSError, ValueError):
-        return 0, cpu
-
-
-def _own_cpus() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def _cgroup_num_cpus() -> float:
-    """Processors that a container's quota amounts to, rounded up."""
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as limit:
-            quota, period = limit.read().split()
-        return math.inf if quota == "max" else math.ceil(int(quota) / int(period))
-    except (OSError, ValueError):
-        return math.inf
 
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "not enough memory")

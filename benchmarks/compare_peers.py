@@ -220,7 +220,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 @contextlib.contextmanager
 def started(args: argparse.Namespace) -> Iterator[Contest]:
     """All engines, loaded and warm."""
-    from atom.platform import default_num_threads
+    from atom.processors import default_num_threads
 
     threads = args.num_threads or default_num_threads()
     if args.gguf is not None:

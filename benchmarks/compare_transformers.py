@@ -219,7 +219,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_engines(args: argparse.Namespace) -> tuple[LLM, dict[str, Engine]]:
     """The native engine, and two to compare by their names."""
-    from atom.platform import default_num_threads
+    from atom.processors import default_num_threads
 
     threads = args.num_threads or default_num_threads()
     native = make_llm(args, threads)

@@ -283,7 +283,7 @@ def _numbers(row: dict[str, Any]) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    from atom.platform import default_num_threads
+    from atom.processors import default_num_threads
 
     threads = args.num_threads or default_num_threads()
     roofline = Roofline(args, threads)

@@ -130,7 +130,7 @@ def make_engines(args: argparse.Namespace) -> tuple[LLM, dict[str, Engine]]:
     import torch
 
     from atom import LLM
-    from atom.platform import default_num_threads
+    from atom.processors import default_num_threads
 
     threads = args.num_threads or default_num_threads()
     llm = LLM(

@@ -295,6 +295,12 @@ def test_one_file_reads_the_environment() -> None:
     assert wrong == set()
 
 
+def test_one_file_counts_processors() -> None:
+    """Those of the machine may be many more than a container has."""
+    counts = {name_of(p) for p in PACKAGE_FILES if "cpu_count" in p.read_text(encoding="utf-8")}
+    assert counts == {"atom/processors.py"}
+
+
 def test_one_file_knows_another_stream_of_the_device() -> None:
     """Kernels share what they count with, since all work of a device runs one after the other:
     graphs are captured on a stream that waits for the other one, and that the other one waits for.

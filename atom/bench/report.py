@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import gzip
 import json
-import os
 import platform
 import shlex
 import statistics
@@ -19,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from atom.processors import default_num_threads
 from atom.version import __version__ as atom_version
 
 PERCENTILES = (50, 95, 99)
@@ -123,7 +123,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": _command(sys.argv),
         "cpu": _cpu_name(),
-        "cpus": _usable_cpus(),
+        "cpus": default_num_threads(),
         "gpu": _gpu_name(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -181,12 +181,6 @@ def _cpu_name() -> str:
     if not {"cpu family", "model"} <= fields.keys():
         return name
     return f"{name} (family {fields['cpu family']}, model {fields['model']})"
-
-
-def _usable_cpus() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _gpu_name() -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from atom.model_loader.gguf.split import split_paths
 from atom.model_loader.locate import converted_before, likely_files
 from atom.model_loader.packed_file import read_ahead
 from atom.model_loader.tokenizers.plain_tokenizer import read_plain_ahead
+from atom.processors import default_num_threads
 
 
 def begin(options: ModelOptions) -> None:
@@ -34,7 +34,7 @@ def begin_files(files: Sequence[Path]) -> None:
 
     Threads are one less than processors, since another imports meanwhile.
     """
-    num_threads = max(1, (os.cpu_count() or 1) - 1)
+    num_threads = max(1, default_num_threads() - 1)
     for path in files:
         if path.suffix == ".gguf":
             hash_ahead(split_paths(path), cache_dir() / "gguf", num_threads)

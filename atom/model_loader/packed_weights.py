@@ -45,7 +45,7 @@ from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.quant.pack import PackedWeights
 from atom.model_ops.moe import FusedMoE
 from atom.model_ops.stacked import PreparedMatrix
-from atom.platform import default_num_threads
+from atom.processors import default_num_threads
 
 logger = logging.getLogger(__name__)
 

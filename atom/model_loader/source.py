@@ -31,7 +31,7 @@ from atom.models.config.file import check_regular, is_there, read_json_object
 from atom.models.config.hf_configs import built_in_config, is_built_in
 from atom.models.config.model_config import ModelConfig
 from atom.models.registry import Implementation, choose_implementation
-from atom.platform import default_num_threads
+from atom.processors import default_num_threads
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

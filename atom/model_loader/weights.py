@@ -41,7 +41,7 @@ from atom.model_loader.source import ModelSource
 from atom.model_loader.threads import single_threaded_pool
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.platform import default_num_threads
+from atom.processors import default_num_threads
 
 # Dummy weights, to run a model without its checkpoint.
 

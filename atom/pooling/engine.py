@@ -17,11 +17,12 @@ import torch
 from atom.config import EngineConfig
 from atom.environment import omp_num_threads
 from atom.messages import EngineDeadError, RequestFailedError
-from atom.platform import default_num_threads, select_platform
+from atom.platform import select_platform
 from atom.pooling.inputs import PoolingInput
 from atom.pooling.load import LoadedModel, load_model
 from atom.pooling.model import PoolingModel
 from atom.pooling.source import PoolingSource
+from atom.processors import default_num_threads
 
 logger = logging.getLogger(__name__)
 

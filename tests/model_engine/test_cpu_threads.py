@@ -22,7 +22,8 @@ from atom.model_engine.start_up.cpu_threads import (
     waited_seconds,
 )
 from atom.model_engine.worker import Worker
-from atom.platform import cpu_platform, default_num_threads
+from atom.platform import cpu_platform
+from atom.processors import default_num_threads
 
 
 @pytest.fixture(autouse=True)

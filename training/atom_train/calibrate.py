@@ -21,7 +21,8 @@ from atom.model_engine.arg_utils import (
 )
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.options.fields import check_at_least
-from atom.platform import default_num_threads, select_platform
+from atom.platform import select_platform
+from atom.processors import default_num_threads
 from atom_train.checkpoint import TrainingCheckpoint
 from atom_train.data.batches import BatchBuilder
 from atom_train.data.dataset import Dataset, Example, Manifest, replace_file

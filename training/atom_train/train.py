@@ -15,7 +15,8 @@ from transformers import PretrainedConfig
 
 from atom.config import EngineConfig
 from atom.model_loader.source import resolve_model
-from atom.platform import default_num_threads, select_platform
+from atom.platform import select_platform
+from atom.processors import default_num_threads
 from atom_train.checkpoint import (
     TrainingCheckpoint,
     checkpoint_files,

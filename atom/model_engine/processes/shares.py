@@ -9,7 +9,8 @@ import torch
 from atom.config import DEFAULT_CPU_MEMORY_UTILIZATION, ConfigError, EngineConfig
 from atom.environment import environment_with, visible_devices
 from atom.model_engine.processes.placement import Placement
-from atom.platform import cpus_by_core, default_num_threads, num_gpus
+from atom.platform import num_gpus
+from atom.processors import cpus_by_core, default_num_threads
 
 
 def divide(own: EngineConfig, number: int) -> list[Placement]:

@@ -18,7 +18,8 @@ from atom.distributed.parallel_state import ParallelGroups
 from atom.environment import omp_num_threads
 from atom.model_ops.kernels.native.build import native_build
 from atom.options.parallel import ParallelOptions
-from atom.platform import Platform, default_num_threads
+from atom.platform import Platform
+from atom.processors import default_num_threads
 
 logger = logging.getLogger(__name__)
 

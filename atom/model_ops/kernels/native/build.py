@@ -24,6 +24,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from atom.environment import cache_dir, cpu_arch, cxx_compiler
+from atom.processors import default_num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def build(folder: Path) -> Path:
                 compilers.run([compiler, *flags, _INCLUDES, "-c", str(source), "-o", str(result)])
                 os.replace(result, target)
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(default_num_threads()) as pool:
             done = pool.map(compile_one, objects.keys(), objects.values())
             what = "Compiling kernels for this processor, once"
             logger.info("%s", what)
