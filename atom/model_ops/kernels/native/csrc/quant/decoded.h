@@ -59,7 +59,7 @@ class DecodedProduct {
         const uint8_t* panel = w_.codes + (panel_ + p) * bytes;
         for (int64_t j = 0; j < C::kBytes; j += 64) __builtin_prefetch(panel + near + j);
         ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
-          const Halves both = halves<C>(C::quad(panel + at, j));
+          const Halves both = halves(C::quad(panel + at, j));
           to[2 * (j * P + p)] = both.even;
           to[2 * (j * P + p) + 1] = both.odd;
         }

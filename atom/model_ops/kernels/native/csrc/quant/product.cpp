@@ -116,7 +116,7 @@ ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t uni
         }
       } else {
         Halves parts[P];
-        ATOM_UNROLL for (int p = 0; p < P; ++p) parts[p] = halves<C>(quads[p]);
+        ATOM_UNROLL for (int p = 0; p < P; ++p) parts[p] = halves(quads[p]);
         const int8_t* at = x + 2 * (unit * C::kUnit + 4 * j);
         ATOM_UNROLL for (int r = 0; r < R; ++r) {
           const vint even = splat(raw<int32_t>(at + r * stride));
@@ -133,7 +133,8 @@ ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t uni
   if (kSplitsWide ? kOneSum<kKind, R> : !kTwoChains) return;
   ATOM_UNROLL for (int r = 0; r < R; ++r) {
     ATOM_UNROLL for (int p = 0; p < P; ++p) {
-      sums.of[r][p] += kSplitsWide ? others.of[r][p] << low_bits(kKind) : others.of[r][p];
+      const vint other = kSplitsWide ? others.of[r][p] << low_bits(kKind) : others.of[r][p];
+      sums.of[r][p] = (vint)((vuint)sums.of[r][p] + (vuint)other);
     }
   }
 }

@@ -205,7 +205,9 @@ void quantise_in_group(const QuantInputs&, const T*, int64_t, uint8_t*) {
 }  // namespace
 
 int64_t excess_of(const QuantMatrix& w, Inputs kind) {
-  const int64_t taken = kind != Inputs::kNumbers ? kTaken<Codes<8>, true> : kTaken<Codes<8>, false>;
+  const int64_t taken = is_wide(kind) && !kSplitsWide ? 0
+                        : kind != Inputs::kNumbers    ? kTaken<Codes<8>, true>
+                                                      : kTaken<Codes<8>, false>;
   return w.bits == 8 ? w.middle - taken : w.middle;
 }
 

@@ -57,49 +57,32 @@ ATOM_INLINE void store_wide(const WideRow& to, int64_t i, vint codes) {
 #endif
 }
 
-// A quad as 16 bits: of each lane codes 0 and 2, then 1 and 3.
+// A quad as 16 bits, with nothing subtracted: of each lane codes 0 and 2, then 1 and 3.
 struct Halves {
   vint even, odd;
 };
-template <class C>
 ATOM_INLINE Halves halves(vint quad) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-  const __m512i both = (__m512i)quad;
-  if (!C::kFillsByte) return {quad & 0x00ff00ff, (vint)_mm512_srli_epi16(both, 8)};
-  const __m512i bytes = _mm512_xor_si512(both, _mm512_set1_epi8(char(0x80)));
-  return {(vint)_mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8),
-          (vint)_mm512_srai_epi16(bytes, 8)};
-#elif defined(__AVX2__) && defined(__FMA__)
-  const __m256i both = (__m256i)quad;
-  if (!C::kFillsByte) return {quad & 0x00ff00ff, (vint)_mm256_srli_epi16(both, 8)};
-  const __m256i bytes = _mm256_xor_si256(both, _mm256_set1_epi8(char(0x80)));
-  return {(vint)_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8),
-          (vint)_mm256_srai_epi16(bytes, 8)};
-#else
-  const vuint bytes = C::kFillsByte ? (vuint)quad ^ 0x80808080u : (vuint)quad;
-  const auto byte = [&](int i) {
-    return C::kFillsByte ? (vint)(bytes << (24 - 8 * i)) >> 24 : (vint)(bytes >> (8 * i)) & 0xff;
-  };
-  const auto join = [](vint low, vint high) { return (low & 0xffff) | (vint)((vuint)high << 16); };
-  return {join(byte(0), byte(2)), join(byte(1), byte(3))};
-#endif
+  typedef uint16_t Words __attribute__((vector_size(kQuadBytes)));
+  return {quad & 0x00ff00ff, (vint)((Words)quad >> 8)};
 }
 
-// sums + the products of each lane's two codes of 16 bits with two inputs. Exact.
+// sums + the products of each lane's two codes of 16 bits with two inputs. Exact modulo 2^32: with
+// unsigned codes sums may leave 32 bits until they have what they begin with.
 ATOM_INLINE vint dot2(vint sums, vint codes, vint inputs) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-  return sums + (vint)_mm512_madd_epi16((__m512i)codes, (__m512i)inputs);
+  return (vint)((vuint)sums + (vuint)_mm512_madd_epi16((__m512i)codes, (__m512i)inputs));
 #elif defined(__AVX2__) && defined(__FMA__)
-  sums += (vint)_mm256_madd_epi16((__m256i)codes, (__m256i)inputs);
+  sums = (vint)((vuint)sums + (vuint)_mm256_madd_epi16((__m256i)codes, (__m256i)inputs));
   ATOM_IN_REGISTER(sums);
   return sums;
 #elif defined(__aarch64__)
   const int16x8_t w = (int16x8_t)codes, x = (int16x8_t)inputs;
   const int32x4_t low = vmull_s16(vget_low_s16(w), vget_low_s16(x));
-  return sums + (vint)vpaddq_s32(low, vmull_high_s16(w, x));
+  return (vint)((vuint)sums + (vuint)vpaddq_s32(low, vmull_high_s16(w, x)));
 #else
   const auto low = [](vint v) { return (vint)((vuint)v << 16) >> 16; };
-  return sums + low(codes) * low(inputs) + (codes >> 16) * (inputs >> 16);
+  return (vint)((vuint)sums + (vuint)(low(codes) * low(inputs)) +
+                (vuint)((codes >> 16) * (inputs >> 16)));
 #endif
 }
 
