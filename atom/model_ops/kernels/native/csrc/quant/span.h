@@ -131,15 +131,11 @@ class NearFactors {
     }
     if (above == nullptr) return;
     above += (panel_ + p) * w_.super_groups * kLanes;
-    int64_t super = -1;
-    vfloat factor{};
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t of_span = group_of((first + i) * span_, w_.super_group);
-      if (of_span != super) {
-        super = of_span;
-        factor = load_numbers(above, super * kLanes, Number::kFloat16);
-      }
-      near_[i][p].*member *= factor;
+    for (int64_t i = 0, end; i < count; i = end) {
+      const int64_t super = group_of((first + i) * span_, w_.super_group);
+      end = std::min(count, group_of((super + 1) * w_.super_group, span_) - first);
+      const vfloat factor = load_numbers(above, super * kLanes, Number::kFloat16);
+      for (int64_t j = i; j < end; ++j) near_[j][p].*member *= factor;
     }
   }
 
