@@ -8,17 +8,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gguf_files import tiny_model
 
-from atom.config import ConfigError
+from atom.config import ConfigError, ModelOptions
 from atom.environment import cache_dir, cache_limit
 from atom.model_loader.gguf import cache as gguf_cache
 from atom.model_loader.gguf.cache import make_room, use
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
+from atom.model_loader.locate import likely_files
+from atom.model_loader.source import resolve_model
 
 WriteTiny = Callable[..., Path]
 
@@ -70,6 +73,49 @@ def test_a_folder_that_is_only_read_is_used(
     make_room(folder.parent, 0, 0)
     assert left(folder.parent) == [folder.name]
     os.close(gguf_cache._in_use[folder])
+
+
+@pytest.mark.parametrize("refused", [errno.EROFS, errno.EACCES])
+def test_a_folder_without_a_lock_for_this_user_is_used(
+    folders: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    refused: int,
+) -> None:
+    """Its files are copied then, since others may change them."""
+    opens = os.open
+
+    def no_lock(path: Path, flags: int, mode: int = 0o777) -> int:
+        if refused == errno.EACCES or flags & os.O_CREAT:
+            raise OSError(refused, os.strerror(refused))
+        return opens(path, flags, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_cache.os, "open", no_lock)
+        use(folders[0])
+    assert os.strerror(refused) in caplog.text
+    assert not gguf_cache.is_in_use(folders[0])
+
+
+def test_a_cache_that_may_not_be_entered_is_named(
+    write_tiny: WriteTiny, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tiny()
+    opens, is_file, mkdir = Path.open, Path.is_file, Path.mkdir
+
+    def refusing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def refused(self: Path, *arguments: Any, **named: Any) -> Any:
+            if cache in (self, *self.parents):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+            return call(self, *arguments, **named)
+
+        return refused
+
+    for name, call in (("open", opens), ("is_file", is_file), ("mkdir", mkdir)):
+        monkeypatch.setattr(Path, name, refusing(call))
+    assert likely_files(ModelOptions(str(path))) == [path]
+    with pytest.raises(ConfigError, match=r"Permission denied.*; set ATOM_CACHE"):
+        resolve_model(ModelOptions(str(path)))
 
 
 @pytest.mark.usefixtures("folders")

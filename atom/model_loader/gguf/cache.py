@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 
 from atom.config import ModelOptions
-from atom.model_loader.gguf.content import files_identity, write_note
+from atom.model_loader.gguf.content import files_identity, read_note, write_note
 from atom.model_loader.gguf.split import split_paths
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,7 @@ def recall(path: Path, wishes: str, cache: Path) -> tuple[Path, str] | None:
         wishes: as `wishes_of` has them.
     """
     paths = [part for part in split_paths(path) if part.is_file()]
-    note = _note(files_identity(paths), wishes, cache)
-    words = note.read_text().split() if note.is_file() else []
+    words = read_note(_note(files_identity(paths), wishes, cache)).split()
     if len(words) != 2:  # a machine that lost power may leave it empty
         return None
     name, dtype = words
@@ -67,18 +66,28 @@ def _note(identity: str, wishes: str, cache: Path) -> Path:
 
 def use(folder: Path) -> None:
     """Keep the folder, which may not be there yet, until this process ends; it is the newest."""
-    if folder not in _in_use:
-        try:
-            descriptor = os.open(_lock_file(folder), os.O_RDONLY)
-        except FileNotFoundError:
-            descriptor = os.open(_lock_file(folder), os.O_RDONLY | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        except OSError as error:
-            logger.warning("no lock in %s: %s", folder.parent, error)
+    if folder not in _in_use and (descriptor := _share_lock(folder)) is not None:
         _in_use[folder] = descriptor
     with contextlib.suppress(OSError):  # not there yet, of another user, or only to be read
         os.utime(folder)
+
+
+def _share_lock(folder: Path) -> int | None:
+    """A descriptor of the lock; None where there is none for this user, as in another's cache."""
+    path = _lock_file(folder)
+    try:
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    except OSError as error:
+        logger.warning("no lock of %s: %s", folder, error)
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except OSError as error:
+        logger.warning("no lock in %s: %s", folder.parent, error)
+    return descriptor
 
 
 def is_in_use(folder: Path) -> bool:

@@ -128,10 +128,17 @@ def write_note(path: Path, text: str) -> None:
             temporary.unlink()
 
 
+def read_note(path: Path) -> str:
+    """What was noted; nothing where that is not there or not for this user to read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def _noted(identity: str, cache: Path) -> str | None:
     """The key, unless there is no note or a machine that lost power left it empty."""
-    note = _note(identity, cache)
-    key = note.read_text() if note.is_file() else ""
+    key = read_note(_note(identity, cache))
     return key if _KEY.fullmatch(key) else None
 
 
