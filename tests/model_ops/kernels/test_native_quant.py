@@ -287,6 +287,34 @@ def test_sums_of_wide_inputs_fit(size: int, group: int) -> None:
         assert torch.equal(got[:2], quant.quant_logits(x[:2], packed))
 
 
+@pytest.mark.parametrize("name", ["int8", "int6 of 256", "int4"])
+def test_few_rows_behind_a_thousand_are_rows_alone(name: str) -> None:
+    """So many are packed at a time."""
+    packed = quant_pack.prepare(weights(with_inputs(FORMATS[name], "wide"), 40, 256), torch.float32)
+    x = inputs(1030, 256)
+    everything = quant.quant_logits(x, packed)
+    for row in (0, 1023, 1024, 1029):
+        assert torch.equal(quant.quant_logits(x[row : row + 1], packed)[0], everything[row])
+
+
+@pytest.mark.parametrize("name", ["int8", "int6 of 256", "int4", "int4 offsets"])
+def test_many_rows_of_long_inputs_are_rows_alone(name: str) -> None:
+    """Tiles add up a range of inputs at a time; sums of large codes and inputs are rounded."""
+    form = with_inputs(FORMATS[name], "wide")
+    of = weights(form, 70, 4096)
+    if name == "int8":
+        of = replace(of, codes=of.codes.abs().clamp(min=100))
+    packed = quant_pack.prepare(of, torch.float32)
+    x = inputs(130, 4096)
+    x[:65] = 1 - x[:65].abs() / 50
+    everything = quant.quant_logits(x, packed)
+    assert_exact(everything, x, of)
+    assert torch.equal(quant.quant_logits(x[17:97], packed), everything[17:97])
+    for row in (0, 1, 15, 16, 64, 65, 127, 128, 129):
+        alone = quant.quant_logits(x[row : row + 1], packed)
+        assert torch.equal(alone[0], everything[row])
+
+
 @pytest.mark.parametrize(("form", "limit"), [(INT8, 16383), (INT4, 2039)])
 def test_wide_inputs_have_fifteen_or_twelve_bits(form: WeightFormat, limit: int) -> None:
     x = inputs(4, 96)

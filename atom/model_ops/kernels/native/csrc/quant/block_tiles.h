@@ -2,6 +2,7 @@
 #pragma once
 
 #include "quant/tile_codes.h"
+#include "quant/tiles.h"
 
 #if defined(ATOM_QUANT_TILES)
 
@@ -18,13 +19,13 @@ class BlockProduct {
       : w_(w), x_(x), rows_(rows), spans_(w.inputs / x.span), panel_(panel),
         span_bytes_(x.span / C::kUnit * C::kBytes) {}
 
-  // out [rows, 2, kTileSide]
-  void multiply(float* out) {
-    const int64_t chunks = (spans_ + kChunk - 1) / kChunk;
+  // out [rows, 2, kTileSide]: from span 0 on it is set, else added to. `spans` are at least two.
+  void multiply(SpanRange spans, float* out) {
+    const int64_t count = spans.end - spans.begin, chunks = (count + kChunk - 1) / kChunk;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      first_ = spans_ * chunk / chunks;
-      count_ = spans_ * (chunk + 1) / chunks - first_;
-      prepare();
+      first_ = spans.begin + count * chunk / chunks;
+      count_ = spans.begin + count * (chunk + 1) / chunks - first_;
+      prepare(spans);
       if (w_.has_shift()) multiply_chunk<true>(out);
       else multiply_chunk<false>(out);
     }
@@ -37,13 +38,17 @@ class BlockProduct {
   using Tiles = TileSets<kUnsignedWeights, P>;
   static constexpr int kHalves = 2 / P;  // passes of a tile of rows
 
-  // Makes tiles and factors of a chunk's weights, and fetches those of the next one.
-  void prepare() {
+  // Makes tiles and factors of a chunk's weights, and fetches those of the next one, at the end of the
+  // panels those of the next two.
+  void prepare(SpanRange spans) {
     const int64_t bytes = count_ * span_bytes_;
     for (int64_t half = 0; half < 2; ++half) {
       const int64_t panel = std::min(panel_ + half, w_.panels() - 1);
       const uint8_t* codes = w_.codes + panel * w_.panel_bytes() + first_ * span_bytes_;
-      const uint8_t* next = codes + bytes + (first_ + count_ < spans_ ? 0 : w_.panel_bytes());
+      const uint8_t* next = codes + bytes;
+      if (first_ + count_ == spans.end) {
+        next += 2 * w_.panel_bytes() - (spans.end - spans.begin) * span_bytes_;
+      }
       for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
       for (int64_t i = 0; i < count_; ++i) {
         const int64_t input = (first_ + i) * x_.span;

@@ -47,7 +47,7 @@ class Matrix {
       : w_(matrix_of(tensors, sizes, expert)), rows_(rows),
         with_tiles_(takes_tiles<T>(sizes, rows)),
         inputs_(inputs_of(x, x_stride, tensors, sizes, fixed_scale, w_,
-                          with_tiles_ ? tile_rows_of(sizes.input_kind, rows) : 0)) {}
+                          with_tiles_ ? tile_rows_of(sizes.input_kind, sizes.span, sizes.inputs, rows) : 0)) {}
 
   // Panels of one task, in pairs.
   int64_t together() const {
@@ -71,7 +71,7 @@ class Matrix {
     if (with_tiles_) begin_tiles(x);
     for (int64_t panel = first; panel < last;) {
       const int64_t count = with_tiles_ ? 2 : std::min(panels_together(x.kind, rows_), last - panel);
-      if (with_tiles_) multiply_two_panels(w_, panel, x, rows_, sums);
+      if (with_tiles_) multiply_two_panels(w_, panel, x, rows_, {0, inputs_.spans()}, sums);
       else multiply_panels(w_, panel, count, x, rows_, sums);
       body(panel, count, sums);
       panel += count;

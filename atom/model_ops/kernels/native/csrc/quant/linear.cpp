@@ -28,6 +28,9 @@ constexpr int64_t kPackAlone = 8;
 // Rows of inputs that are packed at once, and those of them that pass by weights together.
 constexpr int64_t kPackedRows = 1024, kBlockRows = 256;
 constexpr int64_t kTaskBytes = 16 * 1024;
+// A block's inputs that pairs of panels read from the second cache, one pair after the other, and panels
+// of such a task: the more, the fewer inputs come from memory, but each thread needs some tasks.
+constexpr int64_t kRangeBytes = 512 * 1024, kRangePanels = 32, kRangeTasks = 4;
 
 template <class Out>
 void multiply_bfloat16(const QuantLinearArgs& a) {
@@ -43,7 +46,8 @@ class Product {
       : a_(a), w_(matrix_of(a.w, a.sizes, 0)), with_tiles_(takes_tiles<T>(a.sizes, a.rows)),
         in_groups_(!with_tiles_ && takes_groups(a.sizes.input_kind, a.rows)),
         inputs_(inputs_of(a.x, a.x_stride, a.w, a.sizes, a.fixed_scale, w_,
-                          with_tiles_ ? tile_rows_of(a.sizes.input_kind, a.rows) : 0)) {}
+                          with_tiles_ ? tile_rows_of(a.sizes.input_kind, a.sizes.span, a.sizes.inputs, a.rows)
+                                      : 0)) {}
 
   void run() {
     if (a_.rows == 0) return;
@@ -78,11 +82,14 @@ class Product {
 
   // Rows from `first` on. packed: so many, or null. A task is some panels times a block of them.
   void multiply(int64_t first, int64_t rows, uint8_t* shared) const {
-    const int64_t panels = w_.panels(), together = std::max<int64_t>(
-        2, kTaskBytes / std::max<int64_t>(1, w_.panel_bytes()) / 2 * 2);
-    const int64_t groups = (panels + together - 1) / together;
     const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
     const int64_t block_rows = rounded((rows + blocks - 1) / blocks);
+    const int64_t ranges = ranges_of(block_rows);
+    const int64_t panels = w_.panels(), fair = panels * blocks / (kRangeTasks * threads_) / 2 * 2;
+    const int64_t together = std::max<int64_t>(
+        ranges == 1 ? 2 : std::min(std::max<int64_t>(2, fair), kRangePanels),
+        kTaskBytes / std::max<int64_t>(1, w_.panel_bytes()) / 2 * 2);
+    const int64_t groups = (panels + together - 1) / together;
     run_tasks(blocks * groups, threads_, [&](TaskQueue::Hand& hand) {
       static thread_local Scratch alone, sums;
       uint8_t* packed = shared;
@@ -91,7 +98,8 @@ class Product {
         for (int64_t row = 0; row < rows; ++row) pack(first, row, rows, packed);
       }
       const QuantRows all = inputs_.rows(packed, spans(packed, rows));
-      float* panel_sums = sums.get<float>(block_rows * 2 * kLanes);
+      const int64_t pair_sums = block_rows * 2 * kLanes;
+      float* panel_sums = sums.get<float>(ranges == 1 ? pair_sums : pair_sums * together / 2);
       if (with_tiles_) begin_tiles(all);
       for (int64_t task; hand.take(task);) {
         const int64_t row = task / groups * block_rows, count = std::min(block_rows, rows - row);
@@ -99,18 +107,35 @@ class Product {
         x.inputs = inputs_.place(packed, row);
         x.spans += row * inputs_.spans();
         const int64_t begin = task % groups * together, end = std::min(begin + together, panels);
-        for (int64_t panel = begin; panel < end;) {
-          const int64_t at_once =
-              with_tiles_ ? 2 : std::min(panels_together(x.kind, count), end - panel);
-          if (with_tiles_) multiply_two_panels(w_, panel, x, count, panel_sums);
-          else multiply_panels(w_, panel, at_once, x, count, panel_sums);
-          if (at_once == 2) finish<2>(first + row, count, panel, panel_sums);
-          else finish<1>(first + row, count, panel, panel_sums);
-          panel += at_once;
+        for (int64_t range = 0; range < ranges; ++range) {
+          const SpanRange spans{inputs_.spans() * range / ranges, inputs_.spans() * (range + 1) / ranges};
+          float* to = panel_sums;
+          for (int64_t panel = begin; panel < end;) {
+            const int64_t at_once =
+                with_tiles_ ? 2 : std::min(panels_together(x.kind, count), end - panel);
+            if (with_tiles_) multiply_two_panels(w_, panel, x, count, spans, to);
+            else multiply_panels(w_, panel, at_once, x, count, to);
+            if (range == ranges - 1) finish(at_once, first + row, count, panel, to);
+            panel += at_once;
+            if (ranges > 1) to += pair_sums;
+          }
         }
       }
       if (with_tiles_) end_tiles();
     });
+  }
+
+  // Ranges of spans, so that a block of rows has few bytes of inputs in each.
+  int64_t ranges_of(int64_t block_rows) const {
+    const QuantRows x = inputs_.rows(nullptr, nullptr);
+    if (!with_tiles_ || !takes_ranges(w_, x, block_rows)) return 1;
+    const int64_t ranges = block_rows * inputs_.row_bytes() / kRangeBytes;
+    return std::max<int64_t>(1, std::min(ranges, inputs_.spans() / 2));
+  }
+
+  void finish(int64_t panels, int64_t first, int64_t rows, int64_t panel, const float* sums) const {
+    if (panels == 2) finish<2>(first, rows, panel, sums);
+    else finish<1>(first, rows, panel, sums);
   }
 
   // Stores `kCount` panels of sums, which lie [rows, kCount, kLanes]; what is beyond the last output
@@ -168,8 +193,7 @@ class Product {
           product.fetch_next(group - begin, end - begin);
           product.multiply(packed + group * bytes, sums);
           const int64_t row = group * kGroupRows, count = std::min(kGroupRows, rows - row);
-          if (product.panels() == 2) finish<2>(first + row, count, panel, sums);
-          else finish<1>(first + row, count, panel, sums);
+          finish(product.panels(), first + row, count, panel, sums);
         }
       }
     });

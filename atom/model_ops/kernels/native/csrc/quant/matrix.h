@@ -37,15 +37,23 @@ inline int64_t group_of(int64_t input, int64_t size) { return uint32_t(input) / 
 
 constexpr int64_t kTileSide = 16;  // rows of a tile: outputs of a panel, and of inputs
 
-// Rows of inputs that a tile holds where a product has so many. Of kInt16 it has the high bytes of each
-// and then the low ones.
-inline int64_t tile_rows_of(Inputs kind, int64_t rows) {
-  const int64_t most = kind == Inputs::kInt16 ? kTileSide / 2 : kTileSide;
+// Spans of kInt16 that are split into two bfloat16 where rows are many: see quant/split_tiles.h. Fewer are
+// done before their weights have become bfloat16.
+constexpr int64_t kSplitSpan = 32, kSplitRows = 48;
+
+// Rows of inputs that a tile holds where a product has so many, `span` of `inputs` inputs sharing their
+// scales. Of kInt16 it has the high bytes of each and then the low ones, unless they are split.
+inline int64_t tile_rows_of(Inputs kind, int64_t span, int64_t inputs, int64_t rows) {
+  const bool splits = span <= kSplitSpan && span < inputs && rows >= kSplitRows;
+  const int64_t most = kind == Inputs::kInt16 && !splits ? kTileSide / 2 : kTileSide;
   return rows < most ? rows : most;
+}
+constexpr bool is_split(Inputs kind, int64_t tile_rows) {
+  return kind == Inputs::kInt16 && tile_rows == kTileSide;
 }
 // Rows of its bytes.
 inline int64_t tile_lines_of(Inputs kind, int64_t tile_rows) {
-  return kind == Inputs::kInt16 ? 2 * tile_rows : tile_rows;
+  return kind == Inputs::kInt16 && !is_split(kind, tile_rows) ? 2 * tile_rows : tile_rows;
 }
 
 // The sum of so many products of kInt16 with bytes is within 32 bits.

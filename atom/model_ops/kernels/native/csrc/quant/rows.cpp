@@ -110,7 +110,11 @@ void quantise_row(const QuantInputs& how, const float* x, float* scales, int8_t*
       vint code;
       if constexpr (is_wide(kKind)) {
         code = quantise_wide(load(x + i), inverse);
-        store_wide<kKind>(wide, i, code);
+        if (kKind == Inputs::kInt16 && how.is_split()) {
+          store_split((uint8_t*)codes + span * tile * (how.span / 16) + 2 * (i - begin),
+                      how.span < kSplitSpan ? 2 * how.span : tile, code);
+        }
+        else store_wide<kKind>(wide, i, code);
       } else {
         code = quantise(load(x + i), scale, inverse);
         store_bytes(codes + i, code);

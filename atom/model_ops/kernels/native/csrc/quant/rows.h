@@ -19,12 +19,14 @@ struct QuantInputs {
   int64_t tile_rows;   // as in QuantRows
 
   bool is_wide() const { return atom::is_wide(kind); }
+  bool is_split() const { return atom::is_split(kind, tile_rows); }
   // Where products want numbers in bfloat16.
   bool as_bfloat16() const { return kind == Inputs::kNumbers && tile_rows != 0; }
   // Rows that are read side by side are in different lines of caches.
   int64_t stride() const {
     if (!is_wide()) return inputs + 64;
     if (tile_rows == 0) return 2 * inputs + 64;
+    if (is_split()) return 4 * inputs;
     const int64_t line = line_inputs(kind);
     return (inputs + line - 1) / line * (128 * line / 64);
   }

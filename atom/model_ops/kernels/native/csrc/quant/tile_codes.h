@@ -4,7 +4,7 @@
 
 #include "amx.h"
 
-#if defined(ATOM_AMX) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
+#if defined(ATOM_AMX) && defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 #define ATOM_QUANT_TILES 1
 
 #include <algorithm>
@@ -21,7 +21,9 @@ inline int64_t element_bytes(const QuantRows& x) {
 }
 
 // Bytes of a row of inputs that one product of tiles consumes.
-inline int64_t depth_bytes(const QuantRows& x) { return std::min(kLineBytes, x.span * element_bytes(x)); }
+inline int64_t depth_bytes(const QuantRows& x) {
+  return is_split(x.kind, x.tile_rows) ? kLineBytes : std::min(kLineBytes, x.span * element_bytes(x));
+}
 
 // Whether codes are tiles as they lie.
 template <class C, Inputs kKind>

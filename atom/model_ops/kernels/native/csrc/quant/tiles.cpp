@@ -3,6 +3,7 @@
 #include "quant/tiles.h"
 
 #include "quant/block_tiles.h"
+#include "quant/split_tiles.h"
 #include "quant/step_tiles.h"
 
 #if defined(ATOM_QUANT_TILES)
@@ -73,17 +74,26 @@ void multiply_step(const QuantMatrix& w, int64_t panel, const QuantRows& x, int6
 }
 
 template <class C, Inputs kKind>
-void multiply_blocks(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
+void multiply_blocks(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, SpanRange spans,
+                     float* out) {
   if constexpr (kKind == Inputs::kInt12) {
-    if (w.middle == 0) return BlockProduct<C, kKind, true>(w, panel, x, rows).multiply(out);
+    if (w.middle == 0) return BlockProduct<C, kKind, true>(w, panel, x, rows).multiply(spans, out);
+  } else if (is_split(kKind, x.tile_rows)) {
+    if constexpr (C::kUnit < kSplitSpan) {
+      if (x.span < kSplitSpan) return SplitProduct<C, 1>(w, panel, x, rows).multiply(spans, out);
+    }
+    return SplitProduct<C, 2>(w, panel, x, rows).multiply(spans, out);
   }
-  BlockProduct<C, kKind, false>(w, panel, x, rows).multiply(out);
+  BlockProduct<C, kKind, false>(w, panel, x, rows).multiply(spans, out);
 }
 
 // With spans of a single step.
 template <class C, Inputs kKind>
-void multiply_short(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
-  if (rows > kSide) return multiply_blocks<C, kKind>(w, panel, x, rows, out);
+void multiply_short(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, SpanRange spans,
+                    float* out) {
+  if (rows > kSide || is_split(kKind, x.tile_rows)) {
+    return multiply_blocks<C, kKind>(w, panel, x, rows, spans, out);
+  }
   if (kKind == Inputs::kInt16 || rows <= kSide / 2) {
     return multiply_step<C, kKind, kSide / 2, 2>(w, panel, x, rows, out);
   }
@@ -160,10 +170,11 @@ void multiply_long(const QuantMatrix& w, int64_t panel, const QuantRows& x, int6
 }
 
 template <class C, Inputs kKind>
-void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
+void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, SpanRange spans,
+              float* out) {
   if constexpr (is_wide(kKind)) {
     if (x.span <= line_inputs(kKind) && x.span < w.inputs) {
-      return multiply_short<C, kKind>(w, panel, x, rows, out);
+      return multiply_short<C, kKind>(w, panel, x, rows, spans, out);
     }
     if (rows <= x.tile_rows) return multiply_long<C, kKind, 1>(w, panel, x, rows, out);
   }
@@ -171,12 +182,13 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
 }
 
 template <class C>
-void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
+void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, SpanRange spans,
+              float* out) {
   switch (x.kind) {
-    case Inputs::kNumbers: return multiply<C, Inputs::kNumbers>(w, panel, x, rows, out);
-    case Inputs::kInt8: return multiply<C, Inputs::kInt8>(w, panel, x, rows, out);
-    case Inputs::kInt16: return multiply<C, Inputs::kInt16>(w, panel, x, rows, out);
-    case Inputs::kInt12: return multiply<Codes<4>, Inputs::kInt12>(w, panel, x, rows, out);
+    case Inputs::kNumbers: return multiply<C, Inputs::kNumbers>(w, panel, x, rows, spans, out);
+    case Inputs::kInt8: return multiply<C, Inputs::kInt8>(w, panel, x, rows, spans, out);
+    case Inputs::kInt16: return multiply<C, Inputs::kInt16>(w, panel, x, rows, spans, out);
+    case Inputs::kInt12: return multiply<Codes<4>, Inputs::kInt12>(w, panel, x, rows, spans, out);
     case Inputs::kBfloat16: std::abort();  // quant/numbers.cpp has those
   }
 }
@@ -198,11 +210,11 @@ void begin_tiles(const QuantRows& x) {
 void end_tiles() { _tile_release(); }
 
 void multiply_two_panels(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows,
-                         float* out) {
+                         SpanRange spans, float* out) {
   switch (w.bits) {
-    case 4: return multiply<Codes<4>>(w, panel, x, rows, out);
-    case 6: return multiply<Codes<6>>(w, panel, x, rows, out);
-    default: return multiply<Codes<8>>(w, panel, x, rows, out);
+    case 4: return multiply<Codes<4>>(w, panel, x, rows, spans, out);
+    case 6: return multiply<Codes<6>>(w, panel, x, rows, spans, out);
+    default: return multiply<Codes<8>>(w, panel, x, rows, spans, out);
   }
 }
 
@@ -217,7 +229,7 @@ namespace atom {
 bool has_tiles() { return false; }
 void begin_tiles(const QuantRows&) {}
 void end_tiles() {}
-void multiply_two_panels(const QuantMatrix&, int64_t, const QuantRows&, int64_t, float*) {
+void multiply_two_panels(const QuantMatrix&, int64_t, const QuantRows&, int64_t, SpanRange, float*) {
   std::abort();
 }
 

@@ -12,10 +12,21 @@ bool has_tiles();
 void begin_tiles(const QuantRows& x);
 void end_tiles();
 
-// out [rows, 2 * kTileSide] = panels `panel` and the next of the weights times `rows` rows. x lies in
-// whole tiles of rows, bfloat16 where inputs are no integers. A row has the bits that
-// `multiply_panels` gives it.
+struct SpanRange {
+  int64_t begin, end;
+};
+
+// Whether products of so many rows may be computed span by span.
+inline bool takes_ranges(const QuantMatrix& w, const QuantRows& x, int64_t rows) {
+  const bool is_short = is_wide(x.kind) && x.span <= line_inputs(x.kind) && x.span < w.inputs;
+  return is_short && (rows > kTileSide || is_split(x.kind, x.tile_rows));
+}
+
+// out [rows, 2 * kTileSide] = panels `panel` and the next of the weights times `rows` rows, whole tiles
+// of them, as x lies; bfloat16 where inputs are no integers. `spans` are all, or, where `takes_ranges`,
+// at least two: out is set from span 0 on, else added to, and is done with the last span. A row has
+// the bits that `multiply_panels` gives it.
 void multiply_two_panels(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows,
-                         float* out);
+                         SpanRange spans, float* out);
 
 }  // namespace atom

@@ -1,6 +1,8 @@
 // Products of codes of weights with inputs of 16 bits.
 #pragma once
 
+#include <cstdlib>
+
 #include "quant/codes.h"
 #include "quant/matrix.h"
 
@@ -54,6 +56,22 @@ ATOM_INLINE void store_wide(const WideRow& to, int64_t i, vint codes) {
     const int16_t code = int16_t(codes[j / 4 * 4 + kOrder[j % 4]]);
     std::memcpy(row + 2 * (i + j), &code, sizeof code);
   }
+#endif
+}
+
+// Stores kLanes codes of kInt16 as two bfloat16 each, the multiples of 256 and, `low` bytes behind them, the
+// rests: of each quad inputs 0, 2, 1, 3.
+ATOM_INLINE void store_split(uint8_t* to, int64_t low, vint codes) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const auto put = [](uint8_t* at, vint part) {
+    const __m512i bits = _mm512_shuffle_epi32((__m512i)convert(part), _MM_PERM_DBCA);
+    _mm256_storeu_si256((__m256i*)at, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+  };
+  const vint rests = (vint)((vuint)codes << 24) >> 24;
+  put(to, codes - rests);
+  put(to + low, rests);
+#else
+  std::abort();  // no tiles here
 #endif
 }
 
