@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from atom.config import ModelOptions
+from atom.config import ConfigError, ModelOptions
+from atom.entrypoints.offline.start import start_llm
 from atom.model_loader import ahead
 from atom.model_loader.errors import WeightError
 from atom.model_loader.gguf import content
@@ -238,6 +239,19 @@ def test_what_is_hashed_ahead_is_hashed_once(
     assert ahead.likely_files(options) == [source.path / "0.packed"]
     ahead.begin_files([path])
     assert not content._ahead
+
+
+def test_options_that_are_refused_end_what_is_hashed_ahead(
+    write_tiny: WriteTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ordinary exit of a program would wait for all of a large file."""
+    ended: list[content._Hashing] = []
+    monkeypatch.setattr(content._Hashing, "cancel", lambda self: ended.append(self))
+    with pytest.raises(ConfigError, match="load_format is safetensors"):
+        start_llm({"model": str(write_tiny()), "load_format": "safetensors"})
+    assert len(ended) == 1
+    assert not content._ahead
+    ended[0]._pool.shutdown()
 
 
 def test_a_file_that_is_refused_is_not_hashed_on(

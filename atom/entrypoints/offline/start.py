@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from atom.model_engine.arg_utils import EngineOptions, engine_config, speculation_of
 from atom.model_loader import ahead
+from atom.model_loader.gguf.content import forget_hashed_ahead
 
 if TYPE_CHECKING:
     from atom.entrypoints.llm import LLM
@@ -27,3 +28,4 @@ def start_llm(given: EngineOptions) -> LLM:
         return LLM(**given, no_speculation=not speculation_of(given))
     finally:
         gc.enable()
+        forget_hashed_ahead()  # after an error an exit would wait for all of a file
