@@ -62,7 +62,7 @@ bool takes_tiles(const PackedSizes& s, int64_t rows) {
   int64_t least = s.input_kind == Inputs::kInt12 ? 10 : wide ? 5 : 12;
   if (s.span <= 64) least = s.input_kind == Inputs::kInt12 ? 16 : 28;
   if (wide && s.span <= line_inputs(s.input_kind) && rows <= kTileSide) {
-    least = s.input_kind == Inputs::kInt12 ? 6 : s.span < 32 ? 13 : 5;
+    least = s.input_kind == Inputs::kInt12 ? 6 : 5;
   }
   return rows >= least && has_tiles();
 }

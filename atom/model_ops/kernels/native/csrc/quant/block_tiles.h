@@ -35,7 +35,7 @@ class BlockProduct {
   static constexpr int R = kKind == Inputs::kInt16 ? kTileSide / 2 : kTileSide;
   static constexpr int P = kTileSide / R;
   static constexpr int64_t kChunk = 8;
-  using Tiles = TileSets<kUnsignedWeights, P>;
+  using Tiles = TileSets<kUnsignedWeights, 1, P>;
   static constexpr int kHalves = 2 / P;  // passes of a tile of rows
 
   // Makes tiles and factors of a chunk's weights, and fetches those of the next one, at the end of the
@@ -76,7 +76,8 @@ class BlockProduct {
       if (step < steps) {
         const uint8_t* tiles[P];
         ATOM_UNROLL for (int p = 0; p < P; ++p) tiles[p] = tiles_[i][pass % kHalves + p];
-        Tiles::template multiply<kSet>(tile_of_inputs(x_, pass / kHalves * R, first_ + i), tiles);
+        const uint8_t* const inputs[] = {tile_of_inputs(x_, pass / kHalves * R, first_ + i)};
+        Tiles::template multiply<kSet>(inputs, tiles);
       }
       if (0 < step && step <= steps) Tiles::template store<1 - kSet>(sums_[1 - kSet]);
     };

@@ -79,6 +79,8 @@ class FactorTable {
 template <int P>
 class NearFactors {
  public:
+  static constexpr int64_t kSpans = 8;
+
   NearFactors(const QuantMatrix& w, int64_t panel, int64_t span, bool fetches)
       : w_(w), panel_(panel), span_(span), spans_(w.inputs / span), in_group_(w.group / span),
         fetches_(fetches) {}
@@ -90,7 +92,8 @@ class NearFactors {
   }
 
  private:
-  static constexpr int64_t kSpans = 8;
+  // Beyond the last panel it once more.
+  int64_t panel_of(int64_t p) const { return std::min(panel_ + p, w_.panels() - 1); }
 
   void fill(int64_t first) {
     const int64_t count = std::min(kSpans, spans_ - first);
@@ -107,7 +110,7 @@ class NearFactors {
   void fill(int64_t first, int64_t count, int p, const void* from, Number type, const float16* above,
             vfloat Factors::*member) {
     const auto group = [&](int64_t span) { return in_group_ == 1 ? span : group_of(span, in_group_); };
-    const int64_t at = (panel_ + p) * w_.groups;
+    const int64_t at = panel_of(p) * w_.groups;
     if (fetches_) {
       const int64_t lanes = kLanes * bytes_of(type), next = (at + P * w_.groups + group(first)) * lanes;
       for (int64_t i = 0; i < (group(first + count - 1) - group(first) + 1) * lanes; i += 64) {
@@ -115,7 +118,11 @@ class NearFactors {
       }
     }
     const auto convert = [&](auto load_group) {
-      for (int64_t i = 0; i < count; ++i) near_[i][p].*member = load_group((at + group(first + i)) * kLanes);
+      if (in_group_ == 1) {
+        for (int64_t i = 0; i < count; ++i) near_[i][p].*member = load_group((at + first + i) * kLanes);
+      } else {
+        for (int64_t i = 0; i < count; ++i) near_[i][p].*member = load_group((at + group(first + i)) * kLanes);
+      }
     };
     switch (type) {
       case Number::kBfloat16:
@@ -130,7 +137,7 @@ class NearFactors {
       default: convert([&](int64_t i) { return load_numbers(from, i, Number::kFloat32); });
     }
     if (above == nullptr) return;
-    above += (panel_ + p) * w_.super_groups * kLanes;
+    above += panel_of(p) * w_.super_groups * kLanes;
     for (int64_t i = 0, end; i < count; i = end) {
       const int64_t super = group_of((first + i) * span_, w_.super_group);
       end = std::min(count, group_of((super + 1) * w_.super_group, span_) - first);

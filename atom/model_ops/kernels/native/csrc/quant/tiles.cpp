@@ -59,18 +59,22 @@ void add_products(const TileSums<kTiles>& sums, int64_t tile_rows, int64_t half,
   }
 }
 
-template <class C, Inputs kKind, int R, int P>
+// At most T * R rows, P panels at a time.
+template <class C, Inputs kKind, int R, int T, int P>
 void multiply_step(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
-  for (int64_t row = 0; row < rows; row += R) {
-    QuantRows some = x;
-    some.inputs = static_cast<const uint8_t*>(x.inputs) + row * x.stride;
-    some.spans += row * (w.inputs / x.span);
-    const int64_t count = std::min<int64_t>(R, rows - row);
+  constexpr int64_t kMostUnits = line_inputs(kKind) / C::kUnit;
+  const auto multiply = [&](auto units) {
     for (int64_t p = 0; p < 2; p += P) {
       const int64_t first = std::min(panel + p, w.panels() - 1);
-      StepProduct<C, kKind, R, P>(w, first, some, count).multiply(out + (2 * row + p) * kSide);
+      StepProduct<C, kKind, decltype(units)::value, R, T, P>(w, first, x, rows).multiply(out + p * kSide);
     }
+  };
+  const int64_t units = x.span / C::kUnit;
+  if (units == 1) return multiply(std::integral_constant<int, 1>{});
+  if constexpr (kMostUnits >= 2) {
+    if (units == 2) return multiply(std::integral_constant<int, 2>{});
   }
+  if constexpr (kMostUnits >= 4) multiply(std::integral_constant<int, 4>{});
 }
 
 template <class C, Inputs kKind>
@@ -94,10 +98,9 @@ void multiply_short(const QuantMatrix& w, int64_t panel, const QuantRows& x, int
   if (rows > kSide || is_split(kKind, x.tile_rows)) {
     return multiply_blocks<C, kKind>(w, panel, x, rows, spans, out);
   }
-  if (kKind == Inputs::kInt16 || rows <= kSide / 2) {
-    return multiply_step<C, kKind, kSide / 2, 2>(w, panel, x, rows, out);
-  }
-  multiply_step<C, kKind, kSide, 1>(w, panel, x, rows, out);
+  if (rows <= kSide / 2) return multiply_step<C, kKind, kSide / 2, 1, 2>(w, panel, x, rows, out);
+  constexpr int T = kKind == Inputs::kInt16 ? 2 : 1;
+  multiply_step<C, kKind, kSide / T, T, 1>(w, panel, x, rows, out);
 }
 
 // With spans of several steps, T tiles of rows at a time.
@@ -187,7 +190,11 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
   switch (x.kind) {
     case Inputs::kNumbers: return multiply<C, Inputs::kNumbers>(w, panel, x, rows, spans, out);
     case Inputs::kInt8: return multiply<C, Inputs::kInt8>(w, panel, x, rows, spans, out);
-    case Inputs::kInt16: return multiply<C, Inputs::kInt16>(w, panel, x, rows, spans, out);
+    case Inputs::kInt16:
+      if constexpr (!std::is_same_v<C, Codes<4>>) {
+        return multiply<C, Inputs::kInt16>(w, panel, x, rows, spans, out);
+      }
+      std::abort();  // with 4 bits they have 12
     case Inputs::kInt12: return multiply<Codes<4>, Inputs::kInt12>(w, panel, x, rows, spans, out);
     case Inputs::kBfloat16: std::abort();  // quant/numbers.cpp has those
   }
