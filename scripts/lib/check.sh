@@ -1,5 +1,7 @@
 # Lints, type-checks and tests. Sourced, behind env.sh, by scripts/test and by CI.
 
+_COMPILE_KERNELS='from atom.model_ops.kernels.native.build import native_build; native_build()'
+
 # Sets up the environment, and checks all that is no test.
 check() {
     cd "$ATOM_ROOT"
@@ -11,7 +13,7 @@ check() {
     # tqdm alone.
     [ -x "$ATOM_PYTHON" ] || _create_venv
     "$ATOM_PYTHON" -c 'import tqdm' 2>/dev/null || _pip tqdm
-    nice "$ATOM_PYTHON" -c 'from atom.model_ops.kernels.native.build import native_build; native_build()' &
+    nice "$ATOM_PYTHON" -c "$_COMPILE_KERNELS" &
     local kernels=$!
     ensure_env test
     "$ATOM_PYTHON" -m ruff check .
@@ -22,5 +24,7 @@ check() {
 
 # Usage: run_tests [ARGUMENTS OF PYTEST]
 run_tests() {
+    # No work, unless what was installed meanwhile replaced the compiler.
+    "$ATOM_PYTHON" -c "$_COMPILE_KERNELS"
     exec "$ATOM_PYTHON" -m pytest -q -rs -n auto --dist worksteal "$@"
 }
