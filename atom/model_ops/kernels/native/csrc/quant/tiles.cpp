@@ -176,7 +176,7 @@ template <class C, Inputs kKind>
 void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, SpanRange spans,
               float* out) {
   if constexpr (is_wide(kKind)) {
-    if (x.span <= line_inputs(kKind) && x.span < w.inputs) {
+    if (has_short_spans(w, x)) {
       return multiply_short<C, kKind>(w, panel, x, rows, spans, out);
     }
     if (rows <= x.tile_rows) return multiply_long<C, kKind, 1>(w, panel, x, rows, out);

@@ -16,10 +16,14 @@ struct SpanRange {
   int64_t begin, end;
 };
 
+// Whether a span of wide inputs is one step of tiles, and not the only one.
+inline bool has_short_spans(const QuantMatrix& w, const QuantRows& x) {
+  return is_wide(x.kind) && x.span <= line_inputs(x.kind) && x.span < w.inputs;
+}
+
 // Whether products of so many rows may be computed span by span.
 inline bool takes_ranges(const QuantMatrix& w, const QuantRows& x, int64_t rows) {
-  const bool is_short = is_wide(x.kind) && x.span <= line_inputs(x.kind) && x.span < w.inputs;
-  return is_short && (rows > kTileSide || is_split(x.kind, x.tile_rows));
+  return has_short_spans(w, x) && (rows > kTileSide || is_split(x.kind, x.tile_rows));
 }
 
 // out [rows, 2 * kTileSide] = panels `panel` and the next of the weights times `rows` rows, whole tiles
