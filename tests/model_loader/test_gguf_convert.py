@@ -406,6 +406,7 @@ def test_file_modes_follow_the_umask(write_tiny: WriteTiny) -> None:
         "tokenizer.json",
         "tokenizer_config.json",
         "chat_template.jinja",
+        "stored.json",
     }
 
 

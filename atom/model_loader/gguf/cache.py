@@ -18,6 +18,7 @@ from pathlib import Path
 from atom.config import ModelOptions
 from atom.model_loader.gguf.content import files_identity, read_note, write_note
 from atom.model_loader.gguf.split import split_paths
+from atom.model_loader.gguf.stored import bring_to_disk, is_stored
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,10 @@ def recall(path: Path, wishes: str, cache: Path) -> tuple[Path, str] | None:
     name, dtype = words
     folder = cache / name
     use(folder)
-    return (folder, dtype) if folder.is_dir() else None
+    if not is_stored(folder):
+        return None
+    bring_to_disk(folder)
+    return folder, dtype
 
 
 def _note(identity: str, wishes: str, cache: Path) -> Path:

@@ -1,8 +1,8 @@
 """Converts a GGUF file to a Hugging Face folder in the cache, once.
 
-The folder is written under a temporary name and renamed when complete. A lock prevents two
-processes from doing the same work; the rename keeps the result correct even where locks do not
-work.
+The folder is written under a temporary name and renamed when complete; one that has lost something
+since (`stored.py`) is converted again. A lock prevents two processes from doing the same work; the
+rename keeps the result correct even where locks do not work.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ from atom.model_loader.gguf.config import (
 from atom.model_loader.gguf.content import check_unchanged, content_key
 from atom.model_loader.gguf.file import GGUFFile
 from atom.model_loader.gguf.pooling import NONE, write_modules
+from atom.model_loader.gguf.stored import (
+    NotStored,
+    bring_to_disk,
+    check_stored,
+    is_stored,
+    note_written,
+)
 from atom.model_loader.gguf.tensors import (
     PRECISE,
     ConvertedTensor,
@@ -123,18 +130,19 @@ def converted_folder(
         key = content_key(file.paths, file.identity, cache, default_num_threads())
         folder = cache / f"{key}-v{CONVERTER_VERSION}-{dtype_name}{suffix}"
         use(folder)
-        if folder.is_dir():
-            return folder
-        with _lock(folder) as locked:
-            if locked:
-                _remove_left_behind(folder)
-            if not folder.is_dir():
-                _convert(file, dtype, with_tokenizer, keeps_blocks, folder)
+        if not is_stored(folder):
+            with _lock(folder) as locked:
+                if locked:
+                    _remove_left_behind(folder)
+                _set_aside_unless_stored(folder)
+                if not folder.is_dir():
+                    _convert(file, dtype, with_tokenizer, keeps_blocks, folder)
     except OSError as error:
         raise ConfigError(
             f"cannot write the converted {file.path.name} to {cache}: {error}; "
             f"set ATOM_CACHE to a folder with enough room"
         ) from error
+    bring_to_disk(folder)
     return folder
 
 
@@ -164,13 +172,14 @@ def _lock_file(cache: Path, name: str) -> FileLock:
 def _convert(
     file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, keeps_blocks: bool, folder: Path
 ) -> None:
-    temporary = folder.parent / f".{folder.name}{_TEMPORARY}{uuid.uuid4().hex}"
+    temporary = _temporary(folder)
     temporary.mkdir()
     try:
         try:
             _write_folder(file, dtype, with_tokenizer, keeps_blocks, temporary)
         finally:
             check_unchanged(file.paths, file.identity)
+        note_written(temporary)
         try:
             temporary.rename(folder)
         except OSError:
@@ -179,6 +188,22 @@ def _convert(
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _set_aside_unless_stored(folder: Path) -> None:
+    """Remove a folder that has lost something; who has opened its files keeps them."""
+    if not folder.is_dir():
+        return
+    try:
+        check_stored(folder)
+    except NotStored as error:
+        logger.warning("%s is converted again: %s", folder, error)
+        aside = folder.rename(_temporary(folder))
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _temporary(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}{_TEMPORARY}{uuid.uuid4().hex}"
 
 
 def _remove_left_behind(folder: Path) -> None:
