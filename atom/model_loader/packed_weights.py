@@ -232,7 +232,8 @@ def _write(path: Path, header: Header, tensors: Sequence[tuple[int, torch.Tensor
                 pass
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         total = checked_sum(memoryview(memory)[start:], num_threads)
-        os.pwrite(file.fileno(), encode_header(Header(header.num_bytes, total, header.layers)), 0)
+        summed = encode_header(Header(header.num_bytes, total, header.layers))
+        _write_all(file.fileno(), [memoryview(summed)], 0)
 
 
 def _write_all(file: int, parts: list[memoryview], at: int) -> None:

@@ -86,7 +86,7 @@ def write_checkpoint(
         for name, shard in zip(names, shards, strict=True):
             out = files.enter_context((folder / name).open("wb", buffering=0))
             header = _header(shard)
-            out.write(header)
+            _write_all(out.fileno(), memoryview(header), 0)
             ends = accumulate((tensor.num_bytes for tensor in shard), initial=len(header))
             places |= {each.name: (out.fileno(), at) for each, at in zip(shard, ends, strict=False)}
         _write_groups(groups, places, pool, show)
@@ -163,7 +163,12 @@ def _header(tensors: Sequence[TensorSpec]) -> bytes:
 
 def _write_values(file: int, values: torch.Tensor, at: int) -> int:
     """Write all bytes at an offset of a file -> how many they are."""
-    rest = memoryview(values.contiguous().flatten().view(torch.uint8).numpy().data)
-    while rest:
-        rest = rest[os.pwrite(file, rest, at + values.nbytes - len(rest)) :]
+    _write_all(file, memoryview(values.contiguous().flatten().view(torch.uint8).numpy().data), at)
     return values.nbytes
+
+
+def _write_all(file: int, rest: memoryview, at: int) -> None:
+    """A file system may take less at a time than is given."""
+    while rest:
+        written = os.pwrite(file, rest, at)
+        rest, at = rest[written:], at + written
