@@ -12,6 +12,8 @@ import pytest
 from patience import wait_until
 
 from atom.config import ModelOptions
+from atom.model_loader.checkpoint import list_tensors
+from atom.model_loader.errors import WeightError
 from atom.model_loader.gguf import stored
 from atom.model_loader.gguf.stored import check_stored
 from atom.model_loader.locate import converted_before
@@ -136,3 +138,18 @@ def test_a_file_that_was_cut_is_converted_again(
     assert resolve_model(options).path == folder
     assert (folder / name).read_bytes() == content
     assert f"converted again: {name} has " in caplog.text
+
+
+def test_what_was_damaged_later_is_converted_again_once_it_is_removed(
+    write_tiny: WriteTiny,
+) -> None:
+    """As its message says; a start does not read all bytes to find that."""
+    options = ModelOptions(str(write_tiny()))
+    weights = resolve_model(options).path / WEIGHTS
+    content = weights.read_bytes()
+    weights.write_bytes(bytes(len(content)))
+    with pytest.raises(WeightError, match=r"damaged .*; one in the cache of converted files is"):
+        list_tensors(weights.parent)
+    weights.unlink()
+    resolve_model(options)
+    assert weights.read_bytes() == content

@@ -25,6 +25,7 @@ from atom.model_loader.errors import WeightError
 LENGTH_BYTES = 8
 # As in the format's own library.
 MOST_HEADER_BYTES = 100_000_000
+_REPLACE_IT = "fetch it again; one in the cache of converted files is made again once it is removed"
 _MOST_DIMENSIONS = 8
 _LARGEST_DIMENSION = 1 << 40
 _ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32}
@@ -92,7 +93,7 @@ def read_header(file: Path, size: int) -> tuple[CheckpointTensor, ...]:
             raise ValueError(f"its header describes {end} bytes")
     except (ValueError, RecursionError, OSError) as error:
         raise WeightError(
-            f"{file} is damaged or incomplete ({size} bytes): {error}; fetch it again"
+            f"{file} is damaged or incomplete ({size} bytes): {error}; {_REPLACE_IT}"
         ) from error
     return tuple(tensors)
 
@@ -170,7 +171,7 @@ class WeightFile:
         try:
             memory = self._map_bytes(start, end)
         except ValueError as error:
-            raise WeightError(f"{self._path} cannot be read: {error}; fetch it again") from error
+            raise WeightError(f"{self._path} cannot be read: {error}; {_REPLACE_IT}") from error
         except OSError as error:
             raise WeightError(
                 f"{self._path}: {end - start} bytes cannot be mapped: {error.strerror}; the limits "
