@@ -9,7 +9,9 @@ import math
 import os
 from pathlib import Path
 
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP = Path("/sys/fs/cgroup")
+# Where version 1 of cgroups has processors.
+_VERSION_1 = ("cpu", "cpu,cpuacct")
 
 
 def default_num_threads() -> int:
@@ -45,9 +47,27 @@ def _own_cpus() -> list[int]:
 
 
 def _cgroup_num_cpus() -> float:
-    """Processors that a container's quota amounts to, rounded up."""
+    """Processors that a container's quota amounts to, rounded up; the least of several."""
+    found = [_read(_CGROUP / "cpu.max")]
+    for name in _VERSION_1:
+        folder = _CGROUP / name
+        found.append(_read(folder / "cpu.cfs_quota_us") + _read(folder / "cpu.cfs_period_us"))
+    return min(map(_num_cpus, found))
+
+
+def _num_cpus(words: list[str]) -> float:
+    """Args:
+    words: quota and period; the quota is `max` or -1 where there is none.
+    """
     try:
-        quota, period = _QUOTA.read_text().split()
-        return math.inf if quota == "max" else math.ceil(int(quota) / int(period))
-    except (OSError, ValueError):
+        quota, period = map(int, words)
+        return math.ceil(quota / period) if quota > 0 else math.inf
+    except (ValueError, ZeroDivisionError):
         return math.inf
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except (OSError, ValueError):
+        return []

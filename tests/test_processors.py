@@ -14,17 +14,37 @@ from atom.model_loader import ahead
 from atom.processors import cpus_by_core, default_num_threads
 
 
+def version_1(quota: str, period: str = "100000", folder: str = "cpu") -> dict[str, str]:
+    """Files below /sys/fs/cgroup."""
+    return {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": period}
+
+
 @pytest.mark.parametrize(
-    ("quota", "count"),
-    [("max 100000", 5), ("150000 100000", 2), ("50000 100000", 1), ("900000 100000", 5), ("", 5)],
+    ("files", "count"),
+    [
+        ({}, 5),
+        ({"cpu.max": "max 100000"}, 5),
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "900000 100000"}, 5),
+        ({"cpu.max": ""}, 5),
+        (version_1("-1"), 5),
+        (version_1("150000"), 2),
+        (version_1("30000", "20000"), 2),
+        (version_1("150000", folder="cpu,cpuacct"), 2),
+        (version_1("150000", "0"), 5),
+        (version_1("150000", ""), 5),
+        ({"cpu.max": "max 100000"} | version_1("150000"), 2),
+    ],
 )
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processes keep to none")
 def test_a_quota_and_a_set_of_processors_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, count: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], count: int
 ) -> None:
-    limit = tmp_path / "cpu.max"
-    limit.write_text(quota)
-    monkeypatch.setattr(processors, "_QUOTA", limit)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(processors, "_CGROUP", tmp_path)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 3, 5, 7})
     assert default_num_threads() == count
