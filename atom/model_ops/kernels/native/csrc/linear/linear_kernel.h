@@ -22,6 +22,14 @@ constexpr int64_t kSerialPacking = 64 * 1024;
 template <class T, class Out>
 ATOM_INLINE void store_sums(const float* sums, int64_t count, int64_t outs, const T* bias,
                             Out* out, int64_t stride) {
+  if (outs == kPanel && bias == nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      ATOM_UNROLL for (int64_t r = 0; r < kPanel; r += kLanes) {
+        store_rounded(out + i * stride + r, load(sums + i * kPanel + r));
+      }
+    }
+    return;
+  }
   for (int64_t r = 0; r < outs; r += kLanes) {
     const vfloat add = bias == nullptr ? vfloat{} : load_some(bias + r, outs - r);
     if (outs - r >= kLanes) {

@@ -63,6 +63,8 @@ class VectorProduct {
   // from memory.
   static constexpr int64_t kBlockBytes = 768 * 1024;
   static constexpr int64_t kMostBlockRows = 512;
+  // Whether it has `for_sums`.
+  static constexpr bool kOverlaps = false;
 
   VectorProduct(int64_t rows, int64_t size)
       : rows_(rows), size_(size), stride_((size + kDotStep - 1) / kDotStep * kDotStep) {}
@@ -188,10 +190,17 @@ ATOM_INLINE void multiply(const Product& product, const void* packed, const Weig
   for (int64_t n = begin; n < end; n += kPanel) {
     const int64_t outs = std::min(kPanel, end - n);
     const auto panel = product.prepare(weights.rows(n), outs);
-    product.for_chunks([&](int64_t m, int64_t count) {
-      product.multiply(packed, m, count, panel, outs, sums);
-      store(m, count, n, outs, sums);
-    });
+    const auto use = [&](int64_t m, int64_t count, const float* found) {
+      store(m, count, n, outs, found);
+    };
+    if constexpr (Product::kOverlaps) {
+      product.for_sums(packed, panel, outs, use);
+    } else {
+      product.for_chunks([&](int64_t m, int64_t count) {
+        product.multiply(packed, m, count, panel, outs, sums);
+        use(m, count, sums);
+      });
+    }
   }
 }
 

@@ -24,6 +24,7 @@ class PairProduct {
   static constexpr int64_t kMostChunk = kPackRows;
   static constexpr int64_t kBlockBytes = 768 * 1024;
   static constexpr int64_t kMostBlockRows = 512;
+  static constexpr bool kOverlaps = false;
   // So few rows are not worth the transposition of the weights.
   static constexpr int64_t kLeastRows = 128;
 

@@ -42,8 +42,9 @@ class TileProduct {
 
   static constexpr int64_t kPackRows = amx::kSide;
   static constexpr int64_t kMostChunk = 4 * amx::kSide;
-  static constexpr int64_t kBlockBytes = 512 * 1024;
+  static constexpr int64_t kBlockBytes = 1024 * 1024;
   static constexpr int64_t kMostBlockRows = 1024;
+  static constexpr bool kOverlaps = true;
 
   TileProduct(int64_t rows, int64_t size)
       : rows_(rows), size_(size), steps_((size + amx::kDepth - 1) / amx::kDepth) {}
@@ -96,9 +97,58 @@ class TileProduct {
     for (int64_t row = 0; row < rows_; row += most) visit(row, std::min(most, rows_ - row));
   }
 
+  // Calls `use(first, count, sums)` with the sums of all rows, a chunk after the other, as `multiply`
+  // gives them. Of many rows, those of a chunk leave their tiles and are used while the next one's
+  // products are computed.
+  // kInMemory: whether weights must be fetched, and the next ones lie behind them.
+  template <bool kInMemory = true, class Use>
+  void for_sums(const void* packed, const bfloat16* weight, int64_t outs, const Use& use) const {
+    alignas(64) float sums[kMostChunk * kPanel];
+    if (rows_ <= kStreamUpTo || outs != kPanel || size_ % amx::kDepth != 0) {
+      return for_chunks([&](int64_t first, int64_t count) {
+        multiply<kInMemory>(packed, first, count, weight, outs, sums);
+        use(first, count, sums);
+      });
+    }
+    // What is done with a chunk's sums: four tiles of them become rows, which `use` takes.
+    constexpr int kParts = 5;
+    constexpr int64_t kRows = 2 * amx::kSide;
+    alignas(64) float results[4][amx::kSide * amx::kSide];
+    const int64_t bytes = size_ * int64_t(sizeof(bfloat16)), every = steps_ / kParts + 1;
+    const char* x = static_cast<const char*>(packed);
+    const char* next_panel = reinterpret_cast<const char*>(weight) + kPanel * bytes;
+    int64_t first = 0;
+    const auto finish = [&](int part, int64_t begin, int64_t groups, int64_t count) {
+      if (part == kParts - 1) return use(begin, count, sums);
+      if (part < 2 * groups) turn(results[part], sums + turned(part, groups));
+    };
+    for (int part = kParts; first < rows_; first += kRows, part = 0) {
+      const int64_t fetched = kPanel * first / rows_;
+      const int64_t fetch_to = kPanel * std::min(rows_, first + kRows) / rows_;
+      int64_t due = 0;
+      const auto between = [&](int64_t step) {
+        for (int64_t r = fetched; kInMemory && r < fetch_to; ++r) {
+          __builtin_prefetch(next_panel + r * bytes + step * amx::kRowBytes, 0, 2);
+        }
+        if (part == kParts || step < due) return;
+        finish(part++, first - kRows, 2, kRows);
+        due += every;
+      };
+      const RowTiles<false> tiles{weight, bytes};
+      const char* rows = x + first / amx::kSide * group_bytes();
+      const bool both = rows_ - first > amx::kSide;
+      if (both) products<2, 2>(tiles, rows, between);
+      else products<2, 1>(tiles, rows, between);
+      while (part < kParts) finish(part++, first - kRows, 2, kRows);
+      amx::unrolled<4>([&](auto i) { if (both || i < 2) amx::store<i>(results[i], amx::kRowBytes); });
+    }
+    first -= kRows;
+    const int64_t count = rows_ - first;
+    for (int part = 0; part < kParts; ++part) finish(part, first, count > amx::kSide ? 2 : 1, count);
+  }
+
   // sums[i * kPanel + r] = weight[r] . x[first + i], for `count` rows of a chunk and `outs`
   // features, at most kPanel.
-  // kInMemory: whether weights must be fetched, and the next ones lie behind them.
   template <bool kInMemory = true>
   void multiply(const void* packed, int64_t first, int64_t count, const bfloat16* weight,
                 int64_t outs, float* sums) const {
@@ -161,6 +211,23 @@ class TileProduct {
   template <int F, int G, class Tiles>
   void blocks(const Tiles& tiles, const char* x, int64_t count, float* sums) const {
     using namespace amx;
+    products<F, G>(tiles, x, [](int64_t) {});
+    if (rows_ == 1) {
+      unrolled<F>([&](auto f) { store<f * G>(sums + f * kSide, sizeof(float)); });
+      return;
+    }
+    alignas(64) float results[F * G][kSide * kSide];
+    unrolled<F * G>([&](auto i) { store<i>(results[i], kRowBytes); });
+    ATOM_UNROLL for (int i = 0; i < F * G; ++i) {
+      turn(results[i], sums + turned(i, G), std::min(kSide, count - i % G * kSide));
+    }
+  }
+
+  // Sums of F blocks of 16 features times G groups of rows, in tiles f * G + g. `between(step)` is called
+  // after each step.
+  template <int F, int G, class Tiles, class Between>
+  ATOM_INLINE void products(const Tiles& tiles, const char* x, const Between& between) const {
+    using namespace amx;
     static_assert(F * G <= 4 && F <= 2);
     constexpr auto right = [](int g) { return F == 1 ? 5 + (g + 1) % 3 : 6 + g; };
     const int64_t columns = rows_ == 1 ? 1 : kSide, group = group_bytes();
@@ -171,21 +238,20 @@ class TileProduct {
         amx::load<right(g)>(x + g * group, 4 * columns);
         unrolled<F>([&](auto f) { multiply_add<f * G + g, 4 + f, right(g)>(); });
       });
+      between(k);
     }
-    if (rows_ == 1) {
-      unrolled<F>([&](auto f) { store<f * G>(sums + f * kSide, sizeof(float)); });
-      return;
-    }
-    alignas(64) float results[F * G][kSide * kSide];
-    unrolled<F * G>([&](auto i) { store<i>(results[i], kRowBytes); });
-    ATOM_UNROLL for (int i = 0; i < F * G; ++i) {
-      __m512i rows[16];
-      ATOM_UNROLL for (int r = 0; r < 16; ++r) rows[r] = _mm512_load_si512(results[i] + r * kSide);
-      transpose(rows);
-      float* to = sums + i % G * kSide * kPanel + i / G * kSide;
-      const int64_t most = std::min(kSide, count - i % G * kSide);
-      for (int64_t r = 0; r < most; ++r) _mm512_storeu_si512(to + r * kPanel, rows[r]);
-    }
+  }
+
+  // Where the sums of tile f * G + g begin.
+  static int64_t turned(int64_t tile, int64_t groups) {
+    return tile % groups * amx::kSide * kPanel + tile / groups * amx::kSide;
+  }
+  // 16 features by `count` rows become rows of sums.
+  ATOM_INLINE static void turn(const float* results, float* sums, int64_t count = amx::kSide) {
+    __m512i rows[16];
+    ATOM_UNROLL for (int r = 0; r < 16; ++r) rows[r] = _mm512_load_si512(results + r * amx::kSide);
+    transpose(rows);
+    for (int64_t r = 0; r < count; ++r) _mm512_storeu_si512(sums + r * kPanel, rows[r]);
   }
 
   int64_t rows_, size_, steps_;

@@ -207,9 +207,8 @@ void multiply(const TileProduct& product, const void* packed, const Unpack& unpa
                unpack.inputs);
       }
     }
-    product.for_chunks([&](int64_t m, int64_t count) {
-      product.multiply<false>(packed, m, count, panel, whole, sums);
-      store(m, count, n, outs, sums);
+    product.for_sums<false>(packed, panel, whole, [&](int64_t m, int64_t count, const float* found) {
+      store(m, count, n, outs, found);
     });
   }
 }
