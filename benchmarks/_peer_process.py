@@ -23,10 +23,6 @@ _TORCH_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 _AVX2 = {"transformers": _TORCH_AVX2, "atom": {**_TORCH_AVX2, "ATOM_CPU_ARCH": "haswell"}}
 
 
-# Of vLLM.
-_EAGER = {"eager": True}
-
-
 @dataclass(frozen=True)
 class Peer:
     """Attributes:
@@ -97,8 +93,8 @@ def peers_on(file: Path) -> list[Peer]:
 
 
 def peers_in(folder: Path) -> list[Peer]:
-    """This engine and vLLM, which compiles nothing, in bfloat16 on a folder of a checkpoint."""
-    options = {"atom": {"speculates": False}, "vllm": _EAGER}
+    """This engine and vLLM, both as by default, in bfloat16 on a folder of a checkpoint."""
+    options = {"atom": {"speculates": False}, "vllm": {"eager": False}}
     return [
         Peer(f"{engine}-{folder.name}", engine, 16, lambda _: folder, given, family=folder.name)
         for engine, given in options.items()
@@ -137,7 +133,7 @@ _THEIRS = replace(
     _llama_cpp(8, lambda home: home / HYBRID), name="llama.cpp-hybrid", family="hybrid"
 )
 # Without the first start of many minutes.
-_EAGER_VLLM = replace(_theirs("vllm", 16, "smollm2", **_EAGER), name="vllm-16-eager")
+_EAGER_VLLM = replace(_theirs("vllm", 16, "smollm2", eager=True), name="vllm-16-eager")
 USUAL = [peer.name for peer in _ALL]
 _BY_NAME = (_hybrid(), _hybrid(activations="int8"), _THEIRS, _EAGER_VLLM)
 PEERS = {peer.name: peer for peer in (*_ALL, *_BY_NAME)}

@@ -4,12 +4,12 @@ python benchmarks/busy_neighbours.py
 python benchmarks/busy_neighbours.py --rounds 9 --neighbours nobody spins -- --model M
 
 What follows `--` are options of the engine. The default number of threads, one, and all: each has
-an engine in a process of its own; all live, and they take turns. The neighbours: `nobody`; `before`
-uses all processors until a request comes, as a compiler or another engine does; `spins` keeps one
-processor busy; `bursts-N` needs a tenth of one, in bursts of N ms. Figures are tokens/s of the
-first 64 tokens and of the first 256, medians over the rounds, and of the ratios within each round
-medians and ranges. With CXX=/bin/false torch's operations run, as without a compiler; try --lengths
-16 32.
+an engine in a process of its own; all live, and they take turns, of which another one has the first
+in each round. The neighbours: `nobody`; `before` uses all processors until a request comes, as a
+compiler or another engine does; `spins` keeps one processor busy; `bursts-N` needs a tenth of one,
+in bursts of N ms. Figures are tokens/s of the first 64 tokens and of the first 256, medians over
+the rounds, and of the ratios within each round medians and ranges. With CXX=/bin/false torch's
+operations run, as without a compiler; try --lengths 16 32.
 """
 
 from __future__ import annotations
@@ -145,9 +145,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for engine in engines.values():
         engine.answer()  # steps are recorded
     found: dict[str, dict[str, list[dict[int, float]]]] = {}
-    for _ in range(args.rounds):
+    for number in range(args.rounds):
+        first = number % len(engines)
+        turns = [*engines.items()][first:] + [*engines.items()][:first]
         for neighbour in args.neighbours:
-            for name, engine in engines.items():
+            for name, engine in turns:
                 with beside(neighbour):
                     rates = found.setdefault(neighbour, {}).setdefault(name, [])
                     rates.append(engine.answer())

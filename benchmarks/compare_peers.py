@@ -187,7 +187,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     which.add_argument(
         "--folder", type=Path, nargs="+",
-        help="ours and vLLM (eager) in bfloat16 on each of these checkpoints, of one tokenizer",
+        help="ours and vLLM, which compiles for minutes, in bfloat16 on each of these checkpoints, "
+        "of one tokenizer",
     )  # fmt: skip
     run.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     run.add_argument("--seconds", type=float, default=600, help="begin no round later (600)")
