@@ -7,16 +7,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gguf_files import tiny_model
+from patience import wait_until
 
 from atom.config import ConfigError, ModelOptions
 from atom.environment import cache_dir, cache_limit
 from atom.model_loader.gguf import cache as gguf_cache
+from atom.model_loader.gguf import locks
 from atom.model_loader.gguf.cache import make_room, use
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
@@ -184,6 +187,53 @@ def test_converting_makes_room(
     path = write_tiny(tiny_model(vocab_size=96), changes={"tokenizer.ggml.tokens": None})
     second = converted_folder(read_gguf(path), torch.float32, with_tokenizer=False)
     assert left(cache) == sorted([folder.name, second.name])
+
+
+def test_a_folder_leaves_nothing(
+    cache: Path, write_tiny: WriteTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock, and notes of files that were converted to it, go with it; others stay."""
+    monkeypatch.setattr(gguf_cache, "_in_use", {})
+    path = write_tiny()
+    of_bits = resolve_model(ModelOptions(str(path))).path
+    after_one = sorted(cache.iterdir())
+    resolve_model(ModelOptions(str(path), dtype="float16"))
+    for descriptor in gguf_cache._in_use.values():
+        os.close(descriptor)  # as if the process had ended
+    os.utime(of_bits)
+    kept = gguf_cache._num_bytes(of_bits)
+    make_room(cache, 0, kept)
+    assert sorted(cache.iterdir()) == after_one
+    make_room(cache, 0, 0)
+    assert not list(cache.iterdir())
+
+
+def test_a_lock_that_was_removed_meanwhile_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waited for it, or opened it before, must not hold one that nobody else finds."""
+    folder = tmp_path / "folder"
+    path = gguf_cache._lock_file(folder)
+    remover = locks.lock(path, locks.ALONE)
+    flock, opened = locks.fcntl.flock, []
+
+    def counted(descriptor: int, how: int) -> None:
+        opened.append(descriptor)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(locks.fcntl, "flock", counted)
+    with ThreadPoolExecutor(2) as pool:
+        shared = pool.submit(gguf_cache._share_lock, folder)
+        alone = pool.submit(locks.lock, path, locks.ALONE)
+        wait_until(lambda: len(opened) == 2)
+        locks.remove(path, remover)
+        for future in as_completed([shared, alone]):
+            descriptor = future.result()
+            assert descriptor is not None
+            assert locks.is_at(path, descriptor)
+            with pytest.raises(BlockingIOError):
+                locks.lock(path, locks.ALONE | locks.AT_ONCE)
+            os.close(descriptor)
 
 
 def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

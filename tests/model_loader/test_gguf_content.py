@@ -9,17 +9,19 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from patience import wait_until
 
 from atom.config import ConfigError, ModelOptions
 from atom.entrypoints.offline.start import start_llm
 from atom.model_loader import ahead
 from atom.model_loader.errors import WeightError
-from atom.model_loader.gguf import content
+from atom.model_loader.gguf import content, locks
 from atom.model_loader.gguf import convert as gguf_convert
 from atom.model_loader.gguf.cache import recall, wishes_of
 from atom.model_loader.gguf.content import content_key, files_identity, hash_ahead
@@ -54,7 +56,41 @@ def test_each_byte_and_its_place_counts(tmp_path: Path, cache: Path) -> None:
     assert len(keys) == 204
     digests = [hashlib.sha256(values[i : i + 64]).digest() for i in range(0, 200, 64)]
     path.write_bytes(values)
-    assert key_of(path, cache, 1) == hashlib.sha256(b"".join(digests)).hexdigest()[:16]
+    whole = hashlib.sha256((200).to_bytes(8, "little") + b"".join(digests))
+    assert key_of(path, cache, 1) == whole.hexdigest()[:32]
+
+
+@pytest.mark.usefixtures("pieces")
+def test_the_ends_of_files_count(tmp_path: Path, cache: Path) -> None:
+    """Of a split model, also where both lie between pieces."""
+    values, keys = bytes(range(192)), set()
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for cut in (0, 32, 64, 128, 192):
+        for path, part in zip(paths, (values[:cut], values[cut:]), strict=True):
+            path.write_bytes(part)
+        keys.add(content_key(paths, files_identity(paths), cache, 1))
+    assert len(keys) == 5
+
+
+@pytest.mark.usefixtures("pieces")
+def test_one_of_several_processes_hashes(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, hashed = tmp_path / "file", []
+    path.write_bytes(bytes(100))
+    identity = files_identity([path])
+    monkeypatch.setattr(content, "_digest", lambda *of: hashed.append(of))
+    held = cache / f".{identity}.hashing"
+    other = locks.lock(held, locks.ALONE)
+    hash_ahead([path], cache, 1)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(content_key, [path], identity, cache, 1)
+        wait_until(lambda: "another process is reading the same files" in caplog.text)
+        content.write_note(content._note(identity, cache), "f" * 32)
+        locks.remove(held, other)
+        assert asked.result() == "f" * 32
+    assert not hashed
+    assert list(cache.iterdir()) == [content._note(identity, cache)]
 
 
 @pytest.mark.usefixtures("pieces")
@@ -129,7 +165,7 @@ def test_after_ctrl_c_nothing_is_hashed_on(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         hashing.key()
     assert not goes_on.is_set()
-    assert hashing._digests[-1].cancelled()
+    assert hashing._files[-1][1][-1].cancelled()
     late.cancel()
     goes_on.set()
 

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.errors import WeightError
 from atom.model_loader.gguf import convert as gguf_convert
+from atom.model_loader.gguf import locks
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.source import ModelSource, resolve_model
@@ -481,13 +482,10 @@ def hidden_folders(cache: Path) -> list[Path]:
 def test_without_locks_the_first_rename_wins(
     write_tiny: WriteTiny, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class NoLock:
-        def __init__(self, *_: object, **__: object) -> None: ...
+    def no_locks(*_: object) -> None:
+        raise OSError("this file system has no locks")
 
-        def acquire(self, timeout: float = -1) -> None:
-            raise NotImplementedError("this file system has no locks")
-
-    monkeypatch.setattr(gguf_convert, "FileLock", NoLock)
+    monkeypatch.setattr(locks.fcntl, "flock", no_locks)
     together = threading.Barrier(4)
     write_folder = gguf_convert._write_folder
 

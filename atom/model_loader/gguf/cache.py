@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 
 from atom.config import ModelOptions
+from atom.model_loader.gguf import locks
 from atom.model_loader.gguf.content import files_identity, read_note, write_note
 from atom.model_loader.gguf.split import split_paths
 from atom.model_loader.gguf.stored import bring_to_disk, is_stored
@@ -23,7 +24,7 @@ from atom.model_loader.gguf.stored import bring_to_disk, is_stored
 logger = logging.getLogger(__name__)
 
 # Part of each folder's name; increase it when the conversion changes.
-CONVERTER_VERSION = 6
+CONVERTER_VERSION = 7
 # Of files of packed weights, beside the converted ones.
 PACKED_SUFFIX = ".packed"
 # Locks on the folders that this process uses; the kernel lets go of them when it ends.
@@ -79,19 +80,23 @@ def use(folder: Path) -> None:
 def _share_lock(folder: Path) -> int | None:
     """A descriptor of the lock; None where there is none for this user, as in another's cache."""
     path = _lock_file(folder)
-    try:
+    while True:
         try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
-    except OSError as error:
-        logger.warning("no lock of %s: %s", folder, error)
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-    except OSError as error:
-        logger.warning("no lock in %s: %s", folder.parent, error)
-    return descriptor
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        except OSError as error:
+            logger.warning("no lock of %s: %s", folder, error)
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except OSError as error:
+            logger.warning("no lock in %s: %s", folder.parent, error)
+            return descriptor
+        if locks.is_at(path, descriptor):
+            return descriptor
+        os.close(descriptor)  # it was removed with its folder
 
 
 def is_in_use(folder: Path) -> bool:
@@ -125,16 +130,30 @@ def make_room(cache: Path, needed: int, limit: int) -> bool:
 
 
 def _remove_unused(folder: Path) -> bool:
-    descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT, 0o644)
+    """Remove a folder with its lock and what is noted of it, unless a process uses it."""
+    path = _lock_file(folder)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
-        # The lock's file stays: who waits for it must not hold one that nobody else finds.
-        return True
+        descriptor = locks.lock(path, locks.ALONE | locks.AT_ONCE)
     except OSError:
         return False
-    finally:
+    try:
+        shutil.rmtree(folder)
+        _forget(folder)
+    except OSError:
         os.close(descriptor)
+        return False
+    locks.remove(path, descriptor)
+    return True
+
+
+def _forget(folder: Path) -> None:
+    """Remove the notes of files that were converted to it."""
+    cache, key = folder.parent, folder.name.partition("-")[0]
+    notes = [path for path in cache.glob(".*.folder") if read_note(path).startswith(folder.name)]
+    if not any(cache.glob(f"{key}-*")):
+        notes += [path for path in cache.glob(".*.key") if read_note(path) == key]
+    for path in notes:
+        path.unlink(missing_ok=True)
 
 
 def _num_bytes(folder: Path) -> int:

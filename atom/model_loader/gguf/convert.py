@@ -21,12 +21,12 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from gguf.constants import GGML_QUANT_SIZES
 from tqdm import tqdm
 
 from atom.config import ConfigError
 from atom.environment import cache_dir, cache_limit
+from atom.model_loader.gguf import locks
 from atom.model_loader.gguf.blocks import kernels_read_codes
 from atom.model_loader.gguf.cache import CONVERTER_VERSION, make_room, use
 from atom.model_loader.gguf.config import (
@@ -149,24 +149,21 @@ def converted_folder(
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[bool]:
     """Hold the folder's lock; yields false if the file system has no locks."""
-    lock = _lock_file(folder.parent, folder.name)
+    path = _lock_file(folder.parent, folder.name)
     try:
-        lock.acquire(timeout=0)
-    except TimeoutError:
-        logger.warning("another process is converting to %s; waiting for it", folder)
-        lock.acquire()
-    except (OSError, NotImplementedError) as error:
+        descriptor = locks.lock_alone(path, f"converting to {folder}")
+    except OSError as error:
         logger.warning("no lock in %s: %s", folder.parent, error)
         yield False
         return
     try:
         yield True
     finally:
-        lock.release()
+        locks.remove(path, descriptor)
 
 
-def _lock_file(cache: Path, name: str) -> FileLock:
-    return FileLock(cache / f".{name}.lock", mode=0o644)
+def _lock_file(cache: Path, name: str) -> Path:
+    return cache / f".{name}.lock"
 
 
 def _convert(
@@ -214,11 +211,11 @@ def _remove_left_behind(folder: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
             continue
         # Not where another process converts, or the file system has no locks.
-        with (
-            contextlib.suppress(OSError, NotImplementedError),
-            _lock_file(folder.parent, name).acquire(timeout=0),
-        ):
+        with contextlib.suppress(OSError):
+            path = _lock_file(folder.parent, name)
+            descriptor = locks.lock(path, locks.ALONE | locks.AT_ONCE)
             shutil.rmtree(entry, ignore_errors=True)
+            locks.remove(path, descriptor)
 
 
 def _write_folder(
