@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from atom.version import __version__
 
+TYPE_CHECKING = False  # the same to type checkers; importing it would take most of the time
 if TYPE_CHECKING:
+    from typing import Any
+
     from atom.entrypoints.llm import LLM
     from atom.outputs import (
         CompletionOutput,

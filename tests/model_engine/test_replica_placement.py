@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -133,8 +135,29 @@ async def test_the_process_keeps_to_its_place() -> None:
         await until(lambda: process.environ() and process.cpu_affinity() == [cpu])
         assert process.environ()["HIP_VISIBLE_DEVICES"] == "3"
         assert process.cpu_affinity() == [cpu]
+        status = dict(line.split(":\t", 1) for line in status_of(client.pid))
+        held_back, ignored = (int(status[key], 16) for key in ("SigBlk", "SigIgn"))
+        assert not held_back
+        assert ignored >> (signal.SIGINT - 1) & 1
     finally:
         await client.kill()
+
+
+def status_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/status").read_text().splitlines()
+
+
+def test_ctrl_c_does_not_reach_a_process_that_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal sends it to all processes of a program, and Python raises until it is told."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nkill -INT $$\nexit 7\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with spawned_engines(engine_config(device="cpu")) as engines:
+        assert engines._processes[0].wait() == 7
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_file_may_have_the_name_of_an_option(

@@ -113,14 +113,3 @@ def _dispatch(prog: str, program: Program, words: Sequence[str], about: str = ""
 def _describe(prog: str, program: Program) -> str:
     lines = [f"  {name:<11} {each.help}" for name, each in program.programs.items()]
     return "\n".join([f"usage: {prog} COMMAND ...", "", program.help, "", *lines])
-
-
-def run() -> None:
-    """The installed script; after Ctrl-C the exit code is 130, as that of shells."""
-    from atom.entrypoints.process_exit import end_process
-
-    try:
-        status = main()
-    except KeyboardInterrupt:
-        status = 130
-    end_process(status)

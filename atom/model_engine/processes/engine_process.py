@@ -216,6 +216,11 @@ def main() -> int:
         "--ahead", type=Path, nargs="*", default=[], help="files that are likely to be asked for"
     )
     args = parser.parse_args()
+    # Ctrl-C and service managers signal the whole process group, but the frontend drains its
+    # requests first and then ends this process itself. It began with SIGINT held back.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     socket_dir: Path = args.socket_dir
     if args.cpus is not None:  # before torch counts them
         os.sched_setaffinity(0, args.cpus)
@@ -223,10 +228,6 @@ def main() -> int:
     gc.disable()
     ahead.begin_files(args.ahead)
     torch_start.begin()
-    # Ctrl-C and service managers signal the whole process group, but the frontend drains its
-    # requests first and then ends this process itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logs.set_up(process=args.name)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

@@ -7,6 +7,7 @@ what talks to them.
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,8 +39,13 @@ class EngineProcess(subprocess.Popen[bytes]):
             command += ["--ahead", *(str(path.absolute()) for path in files)]
         if placement.cpus:
             command += ["--cpus", *map(str, placement.cpus)]
-        # Never written to: it closes when this process ends, and then the engine process exits.
-        super().__init__(command, stdin=subprocess.PIPE, env=placement.environment)
+        # Ctrl-C is for this process alone; the engine's ignores it once it has begun.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            # Never written to: it closes when this process ends, and then the engine process exits.
+            super().__init__(command, stdin=subprocess.PIPE, env=placement.environment)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def close_pipe(self) -> None:
         if self.stdin is not None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from atom.__main__ import run
 from atom.entrypoints import process_exit
 from atom.entrypoints.terminal import command, completion
 from atom.version import __version__
@@ -41,9 +42,51 @@ def test_ctrl_c_ends_the_process_at_once(
     monkeypatch.setattr(command, "main", interrupted)
     monkeypatch.setattr(process_exit.os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as raised:
-        command.run()
+        run()
     assert raised.value.code == 130
     assert not capsys.readouterr().err
+
+
+# Presses Ctrl-C at each import, in a process that is forked there, and says how that ends.
+_INTERRUPTED_AT_EACH_IMPORT = """
+import os, signal, sys
+from atom.__main__ import run
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if child := os.fork():
+            print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        else:
+            sys.meta_path.remove(Finder)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+sys.argv = ["atom", "--version"]
+run()
+"""
+
+
+def test_ctrl_c_ends_imports_quietly() -> None:
+    command = [sys.executable, "-c", _INTERRUPTED_AT_EACH_IMPORT]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    *imports, version = ended.stdout.splitlines()
+    assert version == f"atom {__version__}"
+    codes = dict(line.split() for line in imports)
+    assert set(codes.values()) == {"130"}
+    assert {"atom.entrypoints.terminal.command", "atom.torch_start"} <= codes.keys()
+    assert not ended.stderr
+
+
+def test_ctrl_c_stays_ignored() -> None:
+    """As in programs that a shell starts in the background."""
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    program += "from atom import __main__; from atom.entrypoints import process_exit; "
+    program += "says = lambda _: print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN); "
+    program += "process_exit.end_process = says; "
+    program += "sys.argv = ['atom', '--version']; __main__.run()"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert said.stdout == f"atom {__version__}\nTrue\n", said.stderr
 
 
 def _all_words() -> Iterator[list[str]]:
