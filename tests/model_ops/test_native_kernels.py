@@ -83,10 +83,13 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, outs: int, s
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocks_of_rows_that_leave_the_cache_have_the_same_bits(dtype: torch.dtype) -> None:
-    weight, x = random(40, 2048, dtype=dtype), random(300, 2048, dtype=dtype, seed=1)
+@pytest.mark.parametrize(("rows", "outs", "size"), [(300, 40, 2048), (601, 200, 4128)])
+def test_blocks_of_rows_that_leave_the_cache_have_the_same_bits(
+    dtype: torch.dtype, rows: int, outs: int, size: int
+) -> None:
+    weight, x = random(outs, size, dtype=dtype), random(rows, size, dtype=dtype, seed=1)
     everything = linear.logits(x, weight)
-    for row in (0, 127, 128, 255, 256, 299):
+    for row in (0, 127, 128, 255, 256, 299, rows - 1):
         assert torch.equal(linear.logits(x[row : row + 1], weight)[0], everything[row])
 
 

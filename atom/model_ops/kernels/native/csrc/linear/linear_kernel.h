@@ -44,6 +44,38 @@ ATOM_INLINE void store_sums(const float* sums, int64_t count, int64_t outs, cons
   }
 }
 
+// Whether a product may be computed a range of inputs after the other: weights that are made anew for each
+// call are made for all inputs.
+template <class Product, class Weights>
+constexpr bool has_ranges = Product::kOverlaps &&
+                            std::is_same_v<Weights, MatrixRows<typename Product::Weight>>;
+
+// Ranges of a few panels' inputs: what is read of the rows stays in a cache for all of them.
+template <class Product, class Weights, class Store>
+void multiply_ranges(const Product& product, int64_t ranges, const void* packed, const Weights& weights,
+                     int64_t outs, int64_t threads, const Store& store) {
+  constexpr int64_t kMostTogether = 8;
+  const int64_t panels = (outs + kPanel - 1) / kPanel;
+  const int64_t together = std::clamp(panels / (2 * team_size(threads)), int64_t{1}, kMostTogether);
+  run_tasks((panels + together - 1) / together, threads, [&](TaskQueue::Hand& hand) {
+    static thread_local Scratch scratch;
+    float* const totals = scratch.get<float>(together * product.totals());
+    const typename Product::Session session(product);
+    for (int64_t task; hand.take(task);) {
+      const int64_t begin = task * together * kPanel, end = std::min(begin + together * kPanel, outs);
+      for (int64_t i = 0; i < ranges; ++i) {
+        float* of_panel = totals;
+        for (int64_t n = begin; n < end; n += kPanel, of_panel += product.totals()) {
+          const int64_t count = std::min(kPanel, end - n);
+          product.template for_sums<true>(
+              packed, weights.rows(n), count, product.range(i, ranges), of_panel,
+              [&](int64_t m, int64_t rows, const float* sums) { store(m, rows, n, count, sums); });
+        }
+      }
+    }
+  });
+}
+
 // Rows from `first` on, all that `product` has.
 template <class T, class Out, class Product, class Weights>
 void linear_block(const LinearArgs& a, const Product& product, const Weights& weights,
@@ -65,15 +97,20 @@ void linear_block(const LinearArgs& a, const Product& product, const Weights& we
   }
   const int64_t panels = (a.out_features + kPanel - 1) / kPanel;
   const bool serial = rows * size * a.out_features < kSerialWork;
+  const auto store = [&](int64_t m, int64_t count, int64_t n, int64_t outs, const float* sums) {
+    store_sums(sums, count, outs, bias == nullptr ? nullptr : bias + n, out + m * a.out_stride + n,
+               a.out_stride);
+  };
+  if constexpr (has_ranges<Product, Weights>) {
+    if (const int64_t ranges = product.ranges(); ranges > 1) {
+      return multiply_ranges(product, ranges, packed, weights, a.out_features, a.threads, store);
+    }
+  }
   run_tasks(panels, serial ? 1 : a.threads, [&](TaskQueue::Hand& hand) {
     const typename Product::Session session(product);
     for (int64_t panel; hand.take(panel);) {
       const int64_t begin = panel * kPanel, end = std::min(begin + kPanel, a.out_features);
-      multiply(product, packed, weights, begin, end,
-               [&](int64_t m, int64_t count, int64_t n, int64_t outs, const float* sums) {
-                 store_sums(sums, count, outs, bias == nullptr ? nullptr : bias + n,
-                            out + m * a.out_stride + n, a.out_stride);
-               });
+      multiply(product, packed, weights, begin, end, store);
     }
   });
 }
@@ -82,8 +119,10 @@ void linear_block(const LinearArgs& a, const Product& product, const Weights& we
 template <class T, class Out, class Product, class Weights>
 void linear_blocks(const LinearArgs& a, const Weights& weights) {
   const int64_t row_bytes = std::max(int64_t{1}, a.in_features) * int64_t(sizeof(T));
-  const int64_t most =
-      std::clamp(Product::kBlockBytes / row_bytes, Product::kMostChunk, Product::kMostBlockRows);
+  int64_t most = Product::kBlockBytes / row_bytes;
+  // Few rows read weights too often.
+  if (has_ranges<Product, Weights> && most < Product::kMostBlockRows / 2) most = Product::kMostBlockRows;
+  most = std::clamp(most, Product::kMostChunk, Product::kMostBlockRows);
   const int64_t blocks = (a.rows + most - 1) / most;  // equal ones, of whole chunks
   const int64_t chunks = (a.rows + blocks * Product::kMostChunk - 1) /
                          std::max(int64_t{1}, blocks * Product::kMostChunk);

@@ -43,7 +43,7 @@ class TileProduct {
   static constexpr int64_t kPackRows = amx::kSide;
   static constexpr int64_t kMostChunk = 4 * amx::kSide;
   static constexpr int64_t kBlockBytes = 1024 * 1024;
-  static constexpr int64_t kMostBlockRows = 1024;
+  static constexpr int64_t kMostBlockRows = 512;
   static constexpr bool kOverlaps = true;
 
   TileProduct(int64_t rows, int64_t size)
@@ -93,9 +93,24 @@ class TileProduct {
   // Calls `visit(first, rows)` for all rows, cut into what `multiply` takes at once.
   template <class Visit>
   void for_chunks(const Visit& visit) const {
-    const int64_t most = rows_ <= kStreamUpTo ? kStreamUpTo : 2 * amx::kSide;
+    const int64_t most = rows_ <= kStreamUpTo ? kStreamUpTo : kRows;
     for (int64_t row = 0; row < rows_; row += most) visit(row, std::min(most, rows_ - row));
   }
+
+  // Steps of kDepth inputs.
+  struct Range {
+    int64_t begin, end;
+  };
+  // Of many rows the second cache has room for a range of their inputs.
+  int64_t ranges() const {
+    if (!overlaps(kPanel)) return 1;
+    return std::min(steps_, (packed_bytes() + kBlockBytes - 1) / kBlockBytes);
+  }
+  Range range(int64_t index, int64_t count) const {
+    return {steps_ * index / count, steps_ * (index + 1) / count};
+  }
+  // Floats that the sums of a panel have between two ranges.
+  int64_t totals() const { return (rows_ + kRows - 1) / kRows * kRows * kPanel; }
 
   // Calls `use(first, count, sums)` with the sums of all rows, a chunk after the other, as `multiply`
   // gives them. Of many rows, those of a chunk leave their tiles and are used while the next one's
@@ -103,8 +118,17 @@ class TileProduct {
   // kInMemory: whether weights must be fetched, and the next ones lie behind them.
   template <bool kInMemory = true, class Use>
   void for_sums(const void* packed, const bfloat16* weight, int64_t outs, const Use& use) const {
+    for_sums<kInMemory>(packed, weight, outs, {0, steps_}, nullptr, use);
+  }
+
+  // The same, a range after the other. totals: the sums of those before; `use` is called in the last one.
+  template <bool kInMemory, class Use>
+  void for_sums(const void* packed, const bfloat16* weight, int64_t outs, Range range, float* totals,
+                const Use& use) const {
     alignas(64) float sums[kMostChunk * kPanel];
-    if (rows_ <= kStreamUpTo || outs != kPanel || size_ % amx::kDepth != 0) {
+    const bool is_last = range.end == steps_;
+    if (!overlaps(outs)) {
+      if (!is_last) return;
       return for_chunks([&](int64_t first, int64_t count) {
         multiply<kInMemory>(packed, first, count, weight, outs, sums);
         use(first, count, sums);
@@ -112,20 +136,19 @@ class TileProduct {
     }
     // What is done with a chunk's sums: four tiles of them become rows, which `use` takes.
     constexpr int kParts = 5;
-    constexpr int64_t kRows = 2 * amx::kSide;
-    alignas(64) float results[4][amx::kSide * amx::kSide];
-    const int64_t bytes = size_ * int64_t(sizeof(bfloat16)), every = steps_ / kParts + 1;
-    const char* x = static_cast<const char*>(packed);
+    alignas(64) float results[4][kTileFloats];
+    const int64_t bytes = size_ * int64_t(sizeof(bfloat16));
+    const int64_t every = (range.end - range.begin) / kParts + 1;
     const char* next_panel = reinterpret_cast<const char*>(weight) + kPanel * bytes;
-    int64_t first = 0;
     const auto finish = [&](int part, int64_t begin, int64_t groups, int64_t count) {
       if (part == kParts - 1) return use(begin, count, sums);
       if (part < 2 * groups) turn(results[part], sums + turned(part, groups));
     };
-    for (int part = kParts; first < rows_; first += kRows, part = 0) {
+    int64_t first = 0;
+    for (int part = kParts; first < rows_; first += kRows, part = is_last ? 0 : kParts) {
       const int64_t fetched = kPanel * first / rows_;
       const int64_t fetch_to = kPanel * std::min(rows_, first + kRows) / rows_;
-      int64_t due = 0;
+      int64_t due = range.begin;
       const auto between = [&](int64_t step) {
         for (int64_t r = fetched; kInMemory && r < fetch_to; ++r) {
           __builtin_prefetch(next_panel + r * bytes + step * amx::kRowBytes, 0, 2);
@@ -135,13 +158,19 @@ class TileProduct {
         due += every;
       };
       const RowTiles<false> tiles{weight, bytes};
-      const char* rows = x + first / amx::kSide * group_bytes();
+      const char* x = static_cast<const char*>(packed) + first / amx::kSide * group_bytes();
+      float* const before = totals + first * kPanel;
+      const float* const from = range.begin == 0 ? nullptr : before;
       const bool both = rows_ - first > amx::kSide;
-      if (both) products<2, 2>(tiles, rows, between);
-      else products<2, 1>(tiles, rows, between);
+      if (both) products<2, 2>(tiles, x, range, from, between);
+      else products<2, 1>(tiles, x, range, from, between);
       while (part < kParts) finish(part++, first - kRows, 2, kRows);
-      amx::unrolled<4>([&](auto i) { if (both || i < 2) amx::store<i>(results[i], amx::kRowBytes); });
+      float* const to = is_last ? results[0] : before;
+      amx::unrolled<4>([&](auto i) {
+        if (both || i < 2) amx::store<i>(to + i * kTileFloats, amx::kRowBytes);
+      });
     }
+    if (!is_last) return;
     first -= kRows;
     const int64_t count = rows_ - first;
     for (int part = 0; part < kParts; ++part) finish(part, first, count > amx::kSide ? 2 : 1, count);
@@ -180,6 +209,13 @@ class TileProduct {
  private:
   // Up to here weights are streamed from memory, 16 rows at a time.
   static constexpr int64_t kStreamUpTo = kMostChunk;
+  // Of more, so many are multiplied at once.
+  static constexpr int64_t kRows = 2 * amx::kSide;
+  static constexpr int64_t kTileFloats = amx::kSide * amx::kSide;
+
+  bool overlaps(int64_t outs) const {
+    return rows_ > kStreamUpTo && outs == kPanel && size_ % amx::kDepth == 0;
+  }
 
   int64_t group_bytes() const { return steps_ * amx::kTileBytes; }
 
@@ -211,7 +247,7 @@ class TileProduct {
   template <int F, int G, class Tiles>
   void blocks(const Tiles& tiles, const char* x, int64_t count, float* sums) const {
     using namespace amx;
-    products<F, G>(tiles, x, [](int64_t) {});
+    products<F, G>(tiles, x, {0, steps_}, nullptr, [](int64_t) {});
     if (rows_ == 1) {
       unrolled<F>([&](auto f) { store<f * G>(sums + f * kSide, sizeof(float)); });
       return;
@@ -223,16 +259,21 @@ class TileProduct {
     }
   }
 
-  // Sums of F blocks of 16 features times G groups of rows, in tiles f * G + g. `between(step)` is called
-  // after each step.
+  // Sums of F blocks of 16 features times G groups of rows, in tiles f * G + g, added to those `from`
+  // memory or to 0. `between(step)` is called after each step.
   template <int F, int G, class Tiles, class Between>
-  ATOM_INLINE void products(const Tiles& tiles, const char* x, const Between& between) const {
+  ATOM_INLINE void products(const Tiles& tiles, const char* x, Range range, const float* from,
+                            const Between& between) const {
     using namespace amx;
     static_assert(F * G <= 4 && F <= 2);
     constexpr auto right = [](int g) { return F == 1 ? 5 + (g + 1) % 3 : 6 + g; };
     const int64_t columns = rows_ == 1 ? 1 : kSide, group = group_bytes();
-    unrolled<F * G>([](auto i) { zero<i>(); });
-    for (int64_t k = 0; k < steps_; ++k, x += kRowBytes * columns) {
+    unrolled<F * G>([&](auto i) {
+      if (from == nullptr) zero<i>();
+      else amx::load<i>(from + i * kTileFloats, kRowBytes);
+    });
+    x += range.begin * kRowBytes * columns;
+    for (int64_t k = range.begin; k < range.end; ++k, x += kRowBytes * columns) {
       tiles.template load<F>(k);
       unrolled<G>([&](auto g) {
         amx::load<right(g)>(x + g * group, 4 * columns);
