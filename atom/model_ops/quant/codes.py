@@ -6,7 +6,7 @@ import torch
 
 from atom.model_ops.quant.weights import FP4_VALUES
 
-LARGEST_CODES = {"int8": 127.0, "int16": 16383.0, "int12": 2039.0, "fp8": 448.0, "fp4": 6.0}
+LARGEST_CODES = {"int8": 127.0, "int16": 16383.0, "int12": 1904.0, "fp8": 448.0, "fp4": 6.0}
 
 
 def divided(x: torch.Tensor, number: float) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Activations:
     Attributes:
         codes: `int8`, `int12`, `int16` (of 15 bits), `fp8` (the device's e4m3) or `fp4`.
         group: inputs per scale; 0 for one scale per token.
-        scale_type: `float`: amax / 127, 2039, 16383, 448 or 6. `e8m0`: for `fp8` the smallest
+        scale_type: `float`: amax / 127, 1904, 16383, 448 or 6. `e8m0`: for `fp8` the smallest
             power of two that is at least amax / 448; for `fp4` 2^(floor(log2(amax)) - 2), where an
             amax of 7/4 of a power of two or more counts as the next one, as Quark (`even`) and
             compressed-tensors round. `e4m3`: per group, times `QuantWeights.input_scale`.

@@ -315,7 +315,7 @@ def test_many_rows_of_long_inputs_are_rows_alone(name: str) -> None:
         assert torch.equal(alone[0], everything[row])
 
 
-@pytest.mark.parametrize(("form", "limit"), [(INT8, 16383), (INT4, 2039)])
+@pytest.mark.parametrize(("form", "limit"), [(INT8, 16383), (INT4, 1904)])
 def test_wide_inputs_have_fifteen_or_twelve_bits(form: WeightFormat, limit: int) -> None:
     x = inputs(4, 96)
     rounded = requantise(x, wide_inputs(form))
@@ -323,9 +323,12 @@ def test_wide_inputs_have_fifteen_or_twelve_bits(form: WeightFormat, limit: int)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
 @pytest.mark.parametrize("how", INPUTS)
-def test_inputs_that_are_not_finite_give_no_numbers(how: str, value: float) -> None:
-    packed = quant_pack.prepare(weights(with_inputs(INT8, how), 33, 64), torch.float32)
+def test_inputs_that_are_not_finite_give_no_numbers(
+    how: str, form: WeightFormat, value: float
+) -> None:
+    packed = quant_pack.prepare(weights(with_inputs(form, how), 33, 64), torch.float32)
     x = inputs(40, 64)
     clean = quant.quant_logits(x, packed)
     x[7, 5] = value
@@ -487,8 +490,9 @@ def test_products_of_bytes_on_older_processors(
     assert run_check(_DOT_CHECK, arch, "-O1", tmp_path) == f"0 wrong with {lanes} lanes"
 
 
-# Products of one row beside numbers in double, and of several beside one by bits.
+# Products of one row beside numbers in double, and of several beside one by bits; pairs of codes.
 _ROWS_CHECK = """
+#include <cmath>
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -511,7 +515,7 @@ const Format formats[] = {
     {4, 0, 384, 128, 128, 0, half, half, true, true},
     {4, 0, 512, 32, 32, 256, byte, byte, true, true},
 };
-constexpr int kMost = 11;
+constexpr int kMost = 11, kInfinite = 4;
 int check(const Format& f, Inputs kind) {
   std::mt19937 random(1);
   std::vector<uint8_t> codes(2 * kLanes * f.inputs * f.bits / 8);
@@ -536,20 +540,18 @@ int check(const Format& f, Inputs kind) {
                       f.group, groups, f.super, above, f.scale, f.shift, f.has_offsets};
   std::vector<float> x(kMost * f.inputs);
   for (auto& number : x) number = float(random() % 20001) / 10000 - 1;
+  x[kInfinite * f.inputs + 7] = INFINITY;
   const QuantInputs how{x.data(), nullptr, f.inputs, f.inputs, f.inputs, f.span, kind,
                         kind == Inputs::kInt8 ? f.span : f.inputs, 0, excess_of(w, kind), 0};
-  std::vector<uint8_t> packed(kMost * how.row_bytes());
+  std::vector<uint8_t> packed((kMost + 1) * how.row_bytes());
   std::vector<Span> spans(kMost * how.spans());
-  for (int64_t r = 0; r < kMost; ++r) {
-    pack_row<float>(how, r, how.place(packed.data(), r), &spans[r * how.spans()]);
-  }
+  const QuantRows rows = how.rows(packed.data(), spans.data());
   float alone[kMost][2][kLanes], out[kMost * 2 * kLanes];
-  const auto rows = [&](int64_t first) {
-    return how.rows(how.place(packed.data(), first), &spans[first * how.spans()]);
-  };
   for (int r = 0; r < kMost; ++r) {
-    for (int p = 0; p < 2; ++p) multiply_panels(w, p, 1, rows(r), 1, alone[r][p]);
+    pack_row<float>(how, r, 0, packed.data(), spans.data());
+    for (int p = 0; p < 2; ++p) multiply_panels(w, p, 1, rows, 1, alone[r][p]);
   }
+  for (int r = 0; r < kMost; ++r) pack_row<float>(how, r, r, packed.data(), spans.data());
   int wrong = 0;
   const auto near = [&](auto codes_of, int r, int p, int lane) {
     using C = decltype(codes_of);
@@ -577,18 +579,32 @@ int check(const Format& f, Inputs kind) {
   for (int count = 1; count <= kMost; ++count) {
     for (int panels = 1; panels <= 2; ++panels) {
       for (int first = 0; first + panels <= 2; ++first) {
-        multiply_panels(w, first, panels, rows(0), count, out);
+        multiply_panels(w, first, panels, rows, count, out);
         for (int i = 0; i < count * panels; ++i) {
           const float* one = alone[i / panels][first + i % panels];
-          wrong += std::memcmp(out + i * kLanes, one, sizeof alone[0][0]) != 0;
+          if (i / panels == kInfinite) wrong += std::isfinite(out[i * kLanes]) || std::isfinite(*one);
+          else wrong += std::memcmp(out + i * kLanes, one, sizeof alone[0][0]) != 0;
         }
       }
     }
   }
   return wrong;
 }
+int check_pairs() {
+  const int limit = limit_of(Inputs::kInt12);
+  const auto wrong = [](vint part) { return part < -128 | part > 127; };
+  vint all = {};
+  for (int one = -limit; one <= limit; ++one) {
+    for (int other = -limit; other <= limit; other += other < 16 - limit || other >= limit - 16 ? 1 : 61) {
+      const PairedCodes both = PairedCodes::of(splat(one), splat(other));
+      all |= wrong(both.a) | wrong(both.b) | wrong(both.c);
+      all |= both.a + 16 * both.c != one | 16 * both.b + both.c != other;
+    }
+  }
+  return sum(all) != 0;
+}
 int main() {
-  int wrong = 0;
+  int wrong = check_pairs();
   for (const Format& f : formats) {
     wrong += check(f, Inputs::kInt8) + check(f, Inputs::kInt16);
     if (f.bits == 4) wrong += check(f, Inputs::kInt12);

@@ -60,6 +60,9 @@ struct float16 {
 #define ATOM_IN_REGISTER(v)
 #endif
 
+// Keeps a value in memory, for others that need the registers.
+#define ATOM_IN_MEMORY(v) asm("" : "+m"(v))
+
 #define ATOM_INLINE inline __attribute__((always_inline))
 #define ATOM_UNROLL _Pragma("GCC unroll 32")
 

@@ -1,6 +1,6 @@
-// Products of many rows with wide inputs where processors multiply 16 bits: codes become 16 bits once for
-// all rows, a piece of them at a time, which stays in the first cache. The sums are those of
-// quant/product.cpp: exact within a span, then span by span.
+// Products of many rows with wide inputs where processors multiply 16 bits, or bytes of pairs of rows: codes
+// become 16 bits or bytes once for all rows, a piece of them at a time, which stays in the first cache. The
+// sums are those of quant/product.cpp: exact within a span, then span by span.
 #pragma once
 
 #include <algorithm>
@@ -46,20 +46,28 @@ class DecodedProduct {
 
  private:
   static constexpr int64_t kPiece = 256, kFewestInputs = 16;
+  static constexpr bool kPaired = is_paired(kKind);
+  // Vectors that a quad becomes.
+  static constexpr int kParts = kPaired ? 1 : 2;
   // Bytes from what is decoded to what is fetched.
   static constexpr int64_t kNearBytes = 2048;
 
   void decode(int64_t begin, int64_t end) {
     const int64_t bytes = w_.panel_bytes();
     vint* to = codes_;
-    for (int64_t i = begin; i < end; i += C::kUnit, to += C::kQuads * 2 * P) {
+    for (int64_t i = begin; i < end; i += C::kUnit, to += C::kQuads * kParts * P) {
       const int64_t at = i / C::kUnit * C::kBytes;
       const int64_t near = at + kNearBytes + (at + kNearBytes < bytes ? 0 : (P - 1) * bytes);
       ATOM_UNROLL for (int p = 0; p < P; ++p) {
         const uint8_t* panel = w_.codes + (panel_ + p) * bytes;
         for (int64_t j = 0; j < C::kBytes; j += 64) __builtin_prefetch(panel + near + j);
         ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
-          const Halves both = halves(C::quad(panel + at, j));
+          const vint quad = C::quad(panel + at, j);
+          if (kPaired) {
+            to[j * P + p] = quad;
+            continue;
+          }
+          const Halves both = halves(quad);
           to[2 * (j * P + p)] = both.even;
           to[2 * (j * P + p) + 1] = both.odd;
         }
@@ -76,7 +84,7 @@ class DecodedProduct {
   // Adds the piece to the results of R rows from `first` on.
   template <int R>
   void add(int64_t begin, int64_t end, int64_t first, float* out) const {
-    const int8_t* x = static_cast<const int8_t*>(rows_.inputs) + first * rows_.stride + 2 * begin;
+    const int8_t* x = static_cast<const int8_t*>(rows_.inputs) + first * rows_.stride + (kPaired ? 3 : 2) * begin;
     const int64_t size = std::min(rows_.span, end - begin);
     const bool is_first = begin == 0, is_last = end == w_.inputs;
     const bool opens = begin % rows_.span == 0, closes = end % rows_.span == 0;
@@ -95,9 +103,16 @@ class DecodedProduct {
           sums[r][p] = opens ? splat(spans[r * spans_].first_code) : open_[(first + r) * P + p];
         }
       }
-      for (int64_t j = 0; j < size; j += 8, codes += 4 * P, x += 16) {
-        sum_quad<R>(codes, x, sums);
-        sum_quad<R>(codes + 2 * P, x + 8, sums);
+      if constexpr (kPaired) {
+        ATOM_IN_MEMORY(totals);
+        for (int64_t j = 0; j < size; j += C::kUnit, codes += C::kQuads * P, x += 3 * C::kUnit) {
+          sum_unit<R>(codes, x, sums);
+        }
+      } else {
+        for (int64_t j = 0; j < size; j += 8, codes += 4 * P, x += 16) {
+          sum_quad<R>(codes, x, sums);
+          sum_quad<R>(codes + 2 * P, x + 8, sums);
+        }
       }
       if (!closes) {
         ATOM_UNROLL for (int r = 0; r < R; ++r) {
@@ -136,12 +151,24 @@ class DecodedProduct {
     }
   }
 
+  template <int R>
+  ATOM_INLINE void sum_unit(const vint* codes, const int8_t* x, vint (&sums)[R][P]) const {
+    ATOM_IN_MEMORY(sums);
+    PairSums<R, P> of_unit;
+    ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
+      vint quads[P];
+      ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = codes[j * P + p];
+      of_unit.add(quads, x + 12 * j, 2 * rows_.stride, j == 0);
+    }
+    of_unit.add_to(sums);
+  }
+
   const QuantMatrix& w_;
   const int64_t panel_;
   const QuantRows& rows_;
   const int64_t spans_;
   vint* open_ = nullptr;  // [rows, P]: sums of a span that goes on behind a piece
-  vint codes_[kPiece / 2 * P];  // of each quad and panel the even ones, then the odd ones
+  vint codes_[kPiece / 4 * kParts * P];  // of each quad and panel: of 16 bits the even ones, then the odd ones
   Factors factors_[kPiece / kFewestInputs][P];
 };
 

@@ -59,7 +59,7 @@ class Matrix {
   }
   // Packs row `from` of x as row `row` of the product.
   void pack(int64_t from, int64_t row, uint8_t* packed) const {
-    pack_row<T>(inputs_, from, inputs_.place(packed, row), spans(packed) + row * inputs_.spans());
+    pack_row<T>(inputs_, from, row, packed, spans(packed));
   }
   // `body(panel, count, sums)` for panels [first, last); sums [rows, count, kLanes]. The last count
   // may be one too large.

@@ -59,8 +59,8 @@ class Product {
     for (int64_t first = 0; first < a_.rows; first += kPackedRows) {
       const int64_t rows = std::min(kPackedRows, a_.rows - first);
       uint8_t* packed = scratch.get<uint8_t>(packed_bytes(rounded(rows)));
-      run_shares(rows, threads_, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) pack(first, row, rows, packed);
+      run_shares((rows + 1) / 2, threads_, [&](int64_t begin, int64_t end) {
+        for (int64_t row = 2 * begin; row < std::min(2 * end, rows); ++row) pack(first, row, rows, packed);
       });
       multiply(first, rows, packed);
     }
@@ -76,8 +76,7 @@ class Product {
     return reinterpret_cast<Span*>(packed + rounded(rows) * inputs_.row_bytes());
   }
   void pack(int64_t first, int64_t row, int64_t rows, uint8_t* packed) const {
-    pack_row<T>(inputs_, first + row, inputs_.place(packed, row),
-                spans(packed, rows) + row * inputs_.spans());
+    pack_row<T>(inputs_, first + row, row, packed, spans(packed, rows));
   }
 
   // Rows from `first` on. packed: so many, or null. A task is some panels times a block of them.

@@ -20,13 +20,21 @@ inline int64_t bytes_of(Number type) {
 enum class Inputs : int64_t { kNumbers, kInt8, kInt16, kBfloat16, kInt12 };
 
 constexpr bool is_wide(Inputs kind) { return kind == Inputs::kInt16 || kind == Inputs::kInt12; }
+// Where only two products of bytes are added at once, into 16 bits, two rows of 12-bit inputs are three
+// bytes for each two inputs: see `PairedCodes` in quant/wide.h.
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+constexpr bool kPairsRows = true;
+#else
+constexpr bool kPairsRows = false;
+#endif
+constexpr bool is_paired(Inputs kind) { return kPairsRows && kind == Inputs::kInt12; }
 // Whether all inputs of a row have one scale, which a row's results are multiplied with at the end.
 constexpr bool scales_row(Inputs kind) { return kind != Inputs::kInt8; }
 // Low bits of a wide code, with a sign; those above fit into a byte as well.
 constexpr int low_bits(Inputs kind) { return kind == Inputs::kInt12 ? 4 : 8; }
-// The largest code.
+// The largest code; of 12 bits it is what `PairedCodes` have room for.
 constexpr int32_t limit_of(Inputs kind) {
-  return kind == Inputs::kInt16 ? 16383 : kind == Inputs::kInt12 ? (127 << 4) + 7 : 127;
+  return kind == Inputs::kInt16 ? 16383 : kind == Inputs::kInt12 ? 1904 : 127;
 }
 // Wide inputs in a line of 64 bytes of a tile. Those of 12 bits are there with both their bytes: the
 // products of high ones are with 16 times a code of weights, and so all sums are one.
@@ -89,7 +97,7 @@ struct Span {
 
 // Inputs as products want them.
 struct QuantRows {
-  // [rows, stride]: int8; float, where tiles read bfloat16; wide codes as `dot4_wide` wants them.
+  // [rows, stride]: int8; float, where tiles read bfloat16; wide codes as quant/wide.h says.
   const void* inputs;
   const Span* spans;    // [rows, inputs / span]
   int64_t stride;       // in elements; those of wide codes are bytes
@@ -104,11 +112,10 @@ constexpr bool kManyRegisters = true;  // 32 vectors
 constexpr bool kManyRegisters = false;
 #endif
 // Panels that vectors multiply with so many rows at once: two, so that inputs are loaded half as
-// often, where registers are many or rows are. Numbers fill registers with one, and where registers
-// are few the factors of groups take those that a second panel would need.
+// often, where registers are many or rows are. Numbers fill registers with one.
 inline int64_t panels_together(Inputs kind, int64_t rows) {
   if (kind == Inputs::kNumbers) return 1;
-  return kManyRegisters || rows >= (kind == Inputs::kInt16 ? 2 : 8) ? 2 : 1;
+  return kManyRegisters || is_paired(kind) || rows >= (kind == Inputs::kInt16 ? 2 : 8) ? 2 : 1;
 }
 
 // out [count, panels, kLanes] = `panels` panels of the weights from `panel` on, at most as many as

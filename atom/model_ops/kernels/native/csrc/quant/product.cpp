@@ -139,6 +139,24 @@ ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t uni
   }
 }
 
+// The same with rows of 12 bits in pairs, which are `pair` apart.
+template <int R, int P>
+ATOM_INLINE void sum_paired_units(const uint8_t* codes, int64_t panel, int64_t units, const int8_t* x,
+                                  int64_t pair, Fetching& fetching, Sums<vint, R, P>& sums) {
+  using C = Codes<4>;
+  for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += 3 * C::kUnit) {
+    fetching.template fetch<C, R, P>(codes, panel);
+    ATOM_IN_MEMORY(sums);
+    PairSums<R, P> of_unit;
+    ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
+      vint quads[P];
+      ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = C::quad(codes + p * panel, j);
+      of_unit.add(quads, x + 12 * j, pair, j == 0);
+    }
+    of_unit.add_to(sums.of);
+  }
+}
+
 // As tiles of bfloat16 sum: of each unit the even inputs and the odd ones, then both.
 template <class C, int R, int P>
 ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, const float* x,
@@ -176,7 +194,7 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
   const Span* of_spans = rows.spans + first * spans;
   vfloat totals[R][P] = {};
   NearFactors<P> near(w, panel, rows.span, kFetchesPanels && first == 0);
-  const int64_t span_inputs = rows.span * (is_wide(kKind) && !kSplitsWide ? 2 : 1);
+  const int64_t span_inputs = rows.span * (is_paired(kKind) ? 3 : is_wide(kKind) && !kSplitsWide ? 2 : 1);
   for (int64_t span = 0; span < spans; ++span, codes += units * C::kBytes, x += span_inputs) {
     Sums<Sum, R, P> sums;
     ATOM_UNROLL for (int r = 0; r < R; ++r) {
@@ -185,7 +203,10 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
         else sums.of[r][p] = Sum{};
       }
     }
-    if constexpr (is_wide(kKind)) {
+    if constexpr (is_paired(kKind)) {
+      ATOM_IN_MEMORY(totals);
+      sum_paired_units<R, P>(codes, panel_bytes, units, x, 2 * rows.stride, fetching, sums);
+    } else if constexpr (is_wide(kKind)) {
       sum_wide_units<C, kKind, R, P>(codes, panel_bytes, units, x, w.inputs, rows.stride, fetching,
                                      sums);
     } else {

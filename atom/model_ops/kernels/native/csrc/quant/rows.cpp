@@ -86,7 +86,7 @@ ATOM_INLINE vint quantise_wide(vfloat x, vfloat inverse) {
 
 // scales: room for those of all groups, and as many inverses.
 template <Inputs kKind>
-void quantise_row(const QuantInputs& how, const float* x, float* scales, int8_t* codes,
+void quantise_row(const QuantInputs& how, const float* x, float* scales, int64_t row, int8_t* codes,
                   Span* spans) {
   const int64_t groups = how.groups();
   float* inverses = scales + groups + kSpare;
@@ -114,6 +114,7 @@ void quantise_row(const QuantInputs& how, const float* x, float* scales, int8_t*
           store_split((uint8_t*)codes + span * tile * (how.span / 16) + 2 * (i - begin),
                       how.span < kSplitSpan ? 2 * how.span : tile, code);
         }
+        else if (is_paired(kKind) && how.tile_rows == 0) store_paired(codes + 3 * i, row % 2 != 0, code);
         else store_wide<kKind>(wide, i, code);
       } else {
         code = quantise(load(x + i), scale, inverse);
@@ -216,28 +217,30 @@ int64_t excess_of(const QuantMatrix& w, Inputs kind) {
 }
 
 template <class T>
-void pack_row(const QuantInputs& how, int64_t row, void* packed, Span* spans) {
+void pack_row(const QuantInputs& how, int64_t from, int64_t row, uint8_t* packed, Span* spans) {
   static thread_local Scratch scratch;
-  const T* x = static_cast<const T*>(how.x) + row * how.x_stride;
+  const T* x = static_cast<const T*>(how.x) + from * how.x_stride;
+  uint8_t* const place = how.place(packed, row);
+  spans += row * how.spans();
   if (how.kind != Inputs::kNumbers || how.as_bfloat16()) {
     float* numbers = scratch.get<float>(how.inputs + kSpare + 2 * (how.groups() + kSpare));
     float* scales = numbers + how.inputs + kSpare;
     gather(how, x, numbers);
-    auto* codes = static_cast<int8_t*>(packed);
+    auto* codes = reinterpret_cast<int8_t*>(place);
     if (how.kind == Inputs::kInt8) {
-      return quantise_row<Inputs::kInt8>(how, numbers, scales, codes, spans);
+      return quantise_row<Inputs::kInt8>(how, numbers, scales, row, codes, spans);
     }
     if (how.kind == Inputs::kInt16) {
-      return quantise_row<Inputs::kInt16>(how, numbers, scales, codes, spans);
+      return quantise_row<Inputs::kInt16>(how, numbers, scales, row, codes, spans);
     }
     if (how.kind == Inputs::kInt12) {
-      return quantise_row<Inputs::kInt12>(how, numbers, scales, codes, spans);
+      return quantise_row<Inputs::kInt12>(how, numbers, scales, row, codes, spans);
     }
     sum_spans(how, numbers, spans);
-    bfloat16* out = static_cast<bfloat16*>(packed);
+    bfloat16* out = reinterpret_cast<bfloat16*>(place);
     for (int64_t i = 0; i < how.inputs; i += kLanes) store(out + i, load(numbers + i));
   } else {
-    float* numbers = static_cast<float*>(packed);
+    float* numbers = reinterpret_cast<float*>(place);
     gather(how, x, numbers);
     sum_spans(how, numbers, spans);
   }
@@ -266,10 +269,10 @@ template void pack_group<bfloat16>(const QuantInputs&, int64_t, int64_t, uint8_t
 template void pack_group<float16>(const QuantInputs&, int64_t, int64_t, uint8_t*);
 #endif
 
-template void pack_row<float>(const QuantInputs&, int64_t, void*, Span*);
-template void pack_row<bfloat16>(const QuantInputs&, int64_t, void*, Span*);
+template void pack_row<float>(const QuantInputs&, int64_t, int64_t, uint8_t*, Span*);
+template void pack_row<bfloat16>(const QuantInputs&, int64_t, int64_t, uint8_t*, Span*);
 #if defined(__F16C__) || defined(__aarch64__)
-template void pack_row<float16>(const QuantInputs&, int64_t, void*, Span*);
+template void pack_row<float16>(const QuantInputs&, int64_t, int64_t, uint8_t*, Span*);
 #endif
 
 }  // namespace atom

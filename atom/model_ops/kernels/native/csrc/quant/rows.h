@@ -25,7 +25,7 @@ struct QuantInputs {
   // Rows that are read side by side are in different lines of caches.
   int64_t stride() const {
     if (!is_wide()) return inputs + 64;
-    if (tile_rows == 0) return 2 * inputs + 64;
+    if (tile_rows == 0) return is_paired(kind) ? (3 * inputs + 64) / 2 : 2 * inputs + 64;
     if (is_split()) return 4 * inputs;
     const int64_t line = line_inputs(kind);
     return (inputs + line - 1) / line * (128 * line / 64);
@@ -33,8 +33,9 @@ struct QuantInputs {
   int64_t spans() const { return inputs / span; }
   int64_t groups() const { return (inputs + group - 1) / group; }
   int64_t row_bytes() const { return stride() * (kind != Inputs::kNumbers ? 1 : as_bfloat16() ? 2 : 4); }
-  // Where row `row` begins. Tiles of wide inputs lie one behind the other.
+  // Where row `row` begins, or the pair that it is in. Tiles of wide inputs lie one behind the other.
   uint8_t* place(uint8_t* packed, int64_t row) const {
+    if (tile_rows == 0 && is_paired(kind)) return packed + row / 2 * 2 * row_bytes();
     if (!is_wide() || tile_rows == 0) return packed + row * row_bytes();
     return packed + row / tile_rows * tile_rows * row_bytes() + row % tile_rows * 64;
   }
@@ -46,8 +47,9 @@ struct QuantInputs {
 // What products of few rows do not subtract from the codes of the weights but from sums.
 int64_t excess_of(const QuantMatrix& w, Inputs kind);
 
-// Packs row `row` of x to `packed`, [inputs], and its spans.
+// Packs row `from` of x as row `row` of `packed`, [rows, inputs], and of `spans`, [rows, spans]. The first of
+// a pair is packed before the second.
 template <class T>
-void pack_row(const QuantInputs& how, int64_t row, void* packed, Span* spans);
+void pack_row(const QuantInputs& how, int64_t from, int64_t row, uint8_t* packed, Span* spans);
 
 }  // namespace atom

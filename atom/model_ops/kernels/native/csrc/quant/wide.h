@@ -10,7 +10,8 @@ namespace atom {
 
 // Wide inputs are multiplied as their two bytes where processors multiply bytes with bytes and add
 // four products at once: a row is all the high bytes and then all the low ones, both with a sign.
-// Elsewhere they are multiplied as 16 bits, and a row has inputs 0, 2, 1, 3 of each quad.
+// Elsewhere they are multiplied as 16 bits, and a row has inputs 0, 2, 1, 3 of each quad; or rows of 12 bits
+// are pairs of `PairedCodes`.
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr bool kSplitsWide = true;
 #else
@@ -59,6 +60,47 @@ ATOM_INLINE void store_wide(const WideRow& to, int64_t i, vint codes) {
 #endif
 }
 
+// Codes of two rows of 12 bits as three bytes: the first is a + 16 * c, the second 16 * b + c.
+struct PairedCodes {
+  vint a, b, c;
+
+  // Of 16 neighbouring c the first code leaves a in its byte; one of them has the second one's rest by 16.
+  // All are bytes for codes of -1904..1904. Where numbers of one row are not finite and its codes are
+  // anything, those of the other are right.
+  static ATOM_INLINE PairedCodes of(vint first, vint second) {
+    const vint least = (first - 112) >> 4;
+    const vint c = (vint)((vuint)(least + ((second - least) & 15)) << 24) >> 24;
+    return {first - (c << 4), (second - c) >> 4, c};
+  }
+};
+
+// Stores kLanes codes of 12 bits of a row of a pair, of which the first comes before the second: of each
+// quad the four a, b and c.
+ATOM_INLINE void store_paired(int8_t* to, bool is_second, vint codes) {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  PairedCodes both;
+  if (is_second) {
+    const __m128i low = raw<__m128i>(to), high = raw<__m128i>(to + 12);
+    const vint a = (vint)_mm256_cvtepi8_epi32(_mm_unpacklo_epi32(low, high));
+    const vint c = (vint)_mm256_cvtepi8_epi32(_mm_unpackhi_epi32(low, high));
+    both = PairedCodes::of(a + (c << 4), codes);
+  } else {
+    both = PairedCodes::of(codes, vint{});
+  }
+  const __m256i first = _mm256_packs_epi32((__m256i)both.a, (__m256i)both.b);
+  const __m256i bytes = _mm256_packs_epi16(first, _mm256_packs_epi32((__m256i)both.c, (__m256i)both.c));
+  const auto put = [](int8_t* at, __m128i quad) {
+    const int32_t last = _mm_extract_epi32(quad, 2);
+    _mm_storel_epi64((__m128i*)at, quad);
+    std::memcpy(at + 8, &last, 4);
+  };
+  put(to, _mm256_castsi256_si128(bytes));
+  put(to + 12, _mm256_extracti128_si256(bytes, 1));
+#else
+  std::abort();  // no pairs here
+#endif
+}
+
 // Stores kLanes codes of kInt16 as two bfloat16 each, the multiples of 256 and, `low` bytes behind them, the
 // rests: of each quad inputs 0, 2, 1, 3.
 ATOM_INLINE void store_split(uint8_t* to, int64_t low, vint codes) {
@@ -103,5 +145,47 @@ ATOM_INLINE vint dot2(vint sums, vint codes, vint inputs) {
                 (vuint)((codes >> 16) * (inputs >> 16)));
 #endif
 }
+
+// Sums over a unit of 4-bit codes of P panels times the bytes of R rows in pairs, the last of which may be
+// alone. They have 16 bits, two in a lane, which 8 * 2 * 15 * 128 does not leave.
+template <int R, int P>
+class PairSums {
+ public:
+  // Adds a quad of each panel times the quads of pairs at x, which are `pair` apart.
+  ATOM_INLINE void add(const vint (&quads)[P], const int8_t* x, int64_t pair, bool is_first) {
+    ATOM_UNROLL for (int i = 0; i < kParts; ++i) {
+      const vint inputs = splat(raw<int32_t>(x + i / 3 * pair + 4 * (i == kAlone ? 2 : i % 3)));
+      ATOM_UNROLL for (int p = 0; p < P; ++p) add(sums_[i][p], quads[p], inputs, is_first);
+    }
+  }
+  // Adds those of row r.
+  ATOM_INLINE void add_to(vint (&sums)[R][P]) const {
+    ATOM_UNROLL for (int r = 0; r < R; ++r) {
+      const int own = r / 2 * 3 + r % 2, both = own + (r % 2 != 0 || r == R - 1 ? 1 : 2);
+      ATOM_UNROLL for (int p = 0; p < P; ++p) {
+        sums[r][p] += times(sums_[own][p], r % 2 == 0 ? 1 : 16) + times(sums_[both][p], r % 2 == 0 ? 16 : 1);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kParts = (3 * R + 1) / 2, kAlone = R % 2 != 0 ? kParts - 1 : -1;
+
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  static ATOM_INLINE void add(vint& sums, vint quad, vint inputs, bool is_first) {
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)quad, (__m256i)inputs);
+    sums = (vint)(is_first ? pairs : _mm256_add_epi16((__m256i)sums, pairs));
+    ATOM_IN_REGISTER(sums);
+  }
+  static ATOM_INLINE vint times(vint sums, int16_t factor) {
+    return (vint)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(factor));
+  }
+#else
+  static void add(vint&, vint, vint, bool) { std::abort(); }  // no pairs here
+  static vint times(vint, int16_t) { std::abort(); }
+#endif
+
+  vint sums_[kParts][P];
+};
 
 }  // namespace atom
