@@ -582,8 +582,11 @@ int check(const Format& f, Inputs kind) {
         multiply_panels(w, first, panels, rows, count, out);
         for (int i = 0; i < count * panels; ++i) {
           const float* one = alone[i / panels][first + i % panels];
-          if (i / panels == kInfinite) wrong += std::isfinite(out[i * kLanes]) || std::isfinite(*one);
-          else wrong += std::memcmp(out + i * kLanes, one, sizeof alone[0][0]) != 0;
+          if (i / panels == kInfinite) {
+            wrong += std::isfinite(out[i * kLanes]) || std::isfinite(*one);
+          } else {
+            wrong += std::memcmp(out + i * kLanes, one, sizeof alone[0][0]) != 0;
+          }
         }
       }
     }
@@ -595,7 +598,8 @@ int check_pairs() {
   const auto wrong = [](vint part) { return part < -128 | part > 127; };
   vint all = {};
   for (int one = -limit; one <= limit; ++one) {
-    for (int other = -limit; other <= limit; other += other < 16 - limit || other >= limit - 16 ? 1 : 61) {
+    // All rests by 16 at both ends, and some codes between.
+    for (int other = -limit; other <= limit; other += std::abs(other) > limit - 16 ? 1 : 61) {
       const PairedCodes both = PairedCodes::of(splat(one), splat(other));
       all |= wrong(both.a) | wrong(both.b) | wrong(both.c);
       all |= both.a + 16 * both.c != one | 16 * both.b + both.c != other;
