@@ -32,13 +32,24 @@ def _claim_processors() -> None:
 
 _claim_processors()
 
-import torch  # noqa: E402
+# Of NVIDIA's GPUs, also below Windows, and of AMD's.
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 if TYPE_CHECKING:
     from spec_decode.engines import Folders
     from transformers import PreTrainedTokenizerFast
 
-if not torch.cuda.is_available():
+
+def _has_gpu() -> bool:
+    """Whether torch has one; it is only imported where there is a driver for one."""
+    if not any(map(os.path.exists, _DRIVERS)):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if not _has_gpu():
     # Triton reads it when a kernel is decorated, and transformers imports triton: it has to be
     # there before any test module. Engines on a CPU prefer native and torch kernels as ever.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -142,10 +153,6 @@ def _find_chromium() -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
 @pytest.fixture
 def uncollected() -> Iterator[None]:
     """Nothing collects garbage meanwhile: with what other tests left, that takes long."""
@@ -207,6 +214,7 @@ def tiny_llama_dir(
     tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> Path:
     """A random float32 Llama checkpoint of two layers, its tokenizer beside it."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -285,6 +285,13 @@ def test_nothing_is_unpickled() -> None:
     assert wrong == set()
 
 
+def test_no_test_file_imports_anthropic() -> None:
+    """It takes seconds in each process that collects tests, and few of these run one with it."""
+    top = re.compile(r"^(import|from) anthropic\b", re.MULTILINE)
+    tests = [path for path in FILES if "tests" in path.parts and path != Path(__file__)]
+    assert [name_of(path) for path in tests if top.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_one_file_reads_the_environment() -> None:
     wrong = {
         f"{name_of(path)}:{line}"

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 from scripted_server import ScriptedServer
 from transformers import PreTrainedTokenizerFast
@@ -180,6 +179,8 @@ def scripted(byte_level_tokenizer: PreTrainedTokenizerFast) -> Iterator[Scripted
 
 @pytest.fixture
 def messages(scripted: ScriptedServer) -> Any:
+    import anthropic  # takes seconds, which workers without these tests save
+
     client = anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0, timeout=60)
     return client.beta.messages
 
@@ -206,6 +207,8 @@ def test_the_prompt_and_the_answer_of_an_edited_request(
     assert "thought 4" in scripted.prompt
     (edit,) = message.context_management.applied_edits
     assert (edit.type, edit.cleared_thinking_turns) == (THINKING, 2)
+    import anthropic
+
     prompt = {name: value for name, value in ASKED.items() if name != "max_tokens"}
     counted = messages.count_tokens(**prompt)
     before = messages.count_tokens(**{**prompt, "context_management": anthropic.omit})
@@ -214,6 +217,8 @@ def test_the_prompt_and_the_answer_of_an_edited_request(
 
 
 def test_a_prompt_that_fits_once_it_is_cleared(messages: Any) -> None:
+    import anthropic
+
     long = use(1)
     long[1]["content"][0]["content"] = "x" * 3_000_000
     history = [{"role": "user", "content": "go"}, *long, *use(2)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import openai
 import pytest
 from server_process import ServerProcess
+
+if TYPE_CHECKING:
+    import anthropic
 
 USER: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
 BODY: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 12}
@@ -21,6 +23,8 @@ GO_ON = {"temperature": 0, "ignore_eos": True}
 
 @pytest.fixture
 def messages_client(server: ServerProcess) -> anthropic.Anthropic:
+    import anthropic  # takes seconds, which workers without these tests save
+
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
 
 

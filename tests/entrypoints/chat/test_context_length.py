@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from server_process import ServerProcess
@@ -90,6 +89,8 @@ def test_what_leaves_room_is_answered(client: openai.OpenAI) -> None:
 
 
 def _message(server: ServerProcess, text: str, max_tokens: int) -> str:
+    import anthropic  # takes seconds, which workers without these tests save
+
     messages = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0).messages
     with pytest.raises(anthropic.BadRequestError) as caught:
         messages.create(

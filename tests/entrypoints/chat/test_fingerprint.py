@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from anthropic import Anthropic
 from openai import OpenAI
 from scripted_server import ScriptedServer
 from transformers import PreTrainedTokenizerFast
@@ -65,7 +64,9 @@ def test_messages_have_it(server: tuple[ScriptedServer, str | None]) -> None:
     """In a stream's first event, so that the client's accumulated message has it, too."""
     scripted, expected = server
     scripted.says("a b")
-    client = Anthropic(base_url=scripted.url, api_key="none")
+    import anthropic  # takes seconds, which workers without these tests save
+
+    client = anthropic.Anthropic(base_url=scripted.url, api_key="none")
     body: Any = {"model": "scripted", "max_tokens": 9, "messages": [USER]}
     whole = client.messages.create(**body)
     with client.messages.stream(**body) as stream:

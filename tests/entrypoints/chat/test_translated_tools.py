@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from scripted_server import ScriptedServer
@@ -66,6 +65,8 @@ def responses(scripted: ScriptedServer) -> Any:
 
 @pytest.fixture
 def messages(scripted: ScriptedServer) -> Any:
+    import anthropic  # takes seconds, which workers without these tests save
+
     return anthropic.Anthropic(
         base_url=scripted.url, api_key="none", max_retries=0, timeout=60
     ).messages

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import RawMessageStreamEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import omit
@@ -24,7 +23,6 @@ from atom.entrypoints.openai.responses.events import ResponseTranslation
 from atom.outputs import RequestMetrics, RequestOutput
 
 RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 HEAD = {"id": "msg_1", "model": "tiny"}
 
@@ -41,6 +39,15 @@ RUNS = st.lists(
     max_size=6,
 )
 REASONS = st.sampled_from(["stop", "length", "tool_calls"])
+
+
+@functools.cache
+def _anthropic() -> tuple[Any, TypeAdapter[Any]]:
+    """How Anthropic's client adds up events, and their type; importing it takes seconds."""
+    from anthropic.lib.streaming._messages import accumulate_event
+    from anthropic.types import RawMessageStreamEvent
+
+    return accumulate_event, TypeAdapter(RawMessageStreamEvent)
 
 
 def _usage() -> Usage:
@@ -184,6 +191,7 @@ def test_response_events_nest(runs: list[Run], sizes: list[int], reason: str) ->
 def test_messages_say_the_same_streamed_and_whole(
     runs: list[Run], sizes: list[int], reason: str
 ) -> None:
+    accumulate_event, message_event = _anthropic()
     events, whole = _run(MessageTranslation(HEAD), _choices(runs, sizes, reason))
     _, uncut = _run(MessageTranslation(HEAD), _choices(runs, [], reason))
     assert whole == uncut
@@ -191,7 +199,7 @@ def test_messages_say_the_same_streamed_and_whole(
     buffers: dict[int, bytes] = {}
     for event in events:
         snapshot = accumulate_event(
-            event=MESSAGE_EVENT.validate_python(event),
+            event=message_event.validate_python(event),
             current_snapshot=snapshot,
             json_bufs=buffers,
         )

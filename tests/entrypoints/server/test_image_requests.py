@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import openai
@@ -175,6 +174,8 @@ def test_responses(server: ScriptedServer) -> None:
 
 
 def test_the_anthropic_client_sends_images(server: ScriptedServer) -> None:
+    import anthropic  # takes seconds, which workers without these tests save
+
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG).decode()}
     image: Any = {"type": "image", "source": source}

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 from scripted_server import ScriptedServer
@@ -157,6 +156,8 @@ def test_the_tool_runners_thread_is_refused_as_it_understands(server: ScriptedSe
 
 
 def test_the_tool_runner_goes_on_without_a_thread(server: ScriptedServer) -> None:
+    import anthropic  # takes seconds, which workers without these tests save
+
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
     asked: list[str] = []
 
@@ -247,6 +248,8 @@ def test_models_in_anthropics_shape(server: ScriptedServer) -> None:
         "tiny",
         "org/alias",
     )
+    import anthropic
+
     models = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0).models
     assert [model.id for model in models.list(limit=1)] == ["tiny", "org/alias"]  # page by page
     assert [model.id for model in models.list(before_id="org/alias")] == ["tiny"]

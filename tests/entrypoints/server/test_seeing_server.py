@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import openai
@@ -114,6 +113,8 @@ def test_the_server_sees_what_the_library_sees(llm: LLM, server: ServerProcess) 
     source = {"type": "base64", "media_type": "image/png", "data": DATA}
     block = {"type": "image", "source": source}
     # Its client has no argument for the temperature.
+    import anthropic  # takes seconds, which workers without these tests save
+
     message = anthropic.Anthropic(base_url=server.url, api_key="none").messages.create(
         model="model",
         max_tokens=NUM_TOKENS,
