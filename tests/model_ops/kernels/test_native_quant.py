@@ -599,7 +599,7 @@ int check_pairs() {
   vint all = {};
   for (int one = -limit; one <= limit; ++one) {
     // All rests by 16 at both ends, and some codes between.
-    for (int other = -limit; other <= limit; other += std::abs(other) > limit - 16 ? 1 : 61) {
+    for (int other = -limit; other <= limit; other += std::abs(other) > limit - 80 ? 1 : 61) {
       const PairedCodes both = PairedCodes::of(splat(one), splat(other));
       all |= wrong(both.a) | wrong(both.b) | wrong(both.c);
       all |= both.a + 16 * both.c != one | 16 * both.b + both.c != other;
