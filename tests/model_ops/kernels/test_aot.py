@@ -50,8 +50,8 @@ def with_arches(request: pytest.FixtureRequest) -> dict[str, list[str]]:
             id=f"{case.name}-{arch}",
             marks=() if (arch, case.name) in AT_EACH_COMMIT else pytest.mark.slow,
         )
+        for arch in aot.ARCHES  # one after another: processes of tests start few compilers then
         for case in CASES
-        for arch in aot.ARCHES
     ],
 )
 def test_compiles(
