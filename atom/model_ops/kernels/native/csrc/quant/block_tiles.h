@@ -21,10 +21,11 @@ class BlockProduct {
 
   // out [rows, 2, kTileSide]: from span 0 on it is set, else added to. `spans` are at least two.
   void multiply(SpanRange spans, float* out) {
-    const int64_t count = spans.end - spans.begin, chunks = (count + kChunk - 1) / kChunk;
+    const int64_t pairs = (spans.end - spans.begin) / 2, chunks = (pairs + kChunkPairs - 1) / kChunkPairs;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      first_ = spans.begin + count * chunk / chunks;
-      count_ = spans.begin + count * (chunk + 1) / chunks - first_;
+      const int64_t end = chunk + 1 == chunks ? spans.end : spans.begin + pairs * (chunk + 1) / chunks * 2;
+      first_ = spans.begin + pairs * chunk / chunks * 2;
+      count_ = end - first_;
       prepare(spans);
       if (w_.has_shift()) multiply_chunk<true>(out);
       else multiply_chunk<false>(out);
@@ -34,7 +35,8 @@ class BlockProduct {
  private:
   static constexpr int R = kKind == Inputs::kInt16 ? kTileSide / 2 : kTileSide;
   static constexpr int P = kTileSide / R;
-  static constexpr int64_t kChunk = 8;
+  static constexpr int64_t kChunkPairs = 4, kMostSpans = 2 * kChunkPairs + 1;
+  using Totals = vfloat[R][P];
   using Tiles = TileSets<kUnsignedWeights, 1, P>;
   static constexpr int kHalves = 2 / P;  // passes of a tile of rows
 
@@ -64,49 +66,70 @@ class BlockProduct {
     else unpack<C, kKind>(w_, codes, x_.span, tile);
   }
 
+  // Most chunks have three or four pairs of spans, and no branches then.
   template <bool kShift>
   void multiply_chunk(float* out) {
-    const int64_t passes = (rows_ + R - 1) / R * kHalves, steps = passes * count_;
-    vfloat totals[R][P] = {};
-    int64_t step = 0;
-    // Products of a step begin, and sums of the one before leave their tiles. Inlined, since totals that a
-    // call takes would be in memory.
-    const auto begin = [&](auto set, int64_t pass, int64_t i) __attribute__((always_inline)) {
-      constexpr int kSet = decltype(set)::value;
-      if (step < steps) {
-        const uint8_t* tiles[P];
-        ATOM_UNROLL for (int p = 0; p < P; ++p) tiles[p] = tiles_[i][pass % kHalves + p];
-        const uint8_t* const inputs[] = {tile_of_inputs(x_, pass / kHalves * R, first_ + i)};
-        Tiles::template multiply<kSet>(inputs, tiles);
-      }
-      if (0 < step && step <= steps) Tiles::template store<1 - kSet>(sums_[1 - kSet]);
-    };
-    // The sums of two steps before are added.
-    const auto work = [&](int64_t pass, int64_t i, int64_t added_pass,
-                          int64_t added) __attribute__((always_inline)) {
-      if (step % 2 == 0) begin(std::integral_constant<int, 0>{}, pass, i);
-      else begin(std::integral_constant<int, 1>{}, pass, i);
-      if (step > 1) add<kShift>(added_pass, added, sums_[step % 2], totals);
-      ++step;
-    };
-    for (int64_t pass = 0;; ++pass) {
-      work(pass, 0, pass - 1, count_ - 2);
-      work(pass, 1, pass - 1, count_ - 1);
-      if (pass > 0) store_totals(pass - 1, totals, out);
-      if (pass == passes) break;
+    if (count_ == 2 * kChunkPairs) return multiply_pairs<kShift, kChunkPairs>(out);
+    if (count_ == 2 * kChunkPairs - 2) return multiply_pairs<kShift, kChunkPairs - 1>(out);
+    multiply_pairs<kShift, 0>(out);
+  }
+
+  // kPairs: of spans in the chunk, or 0 for any number of spans. Of an odd one the last is multiplied twice
+  // and added once, since spans take turns with two sets of tiles.
+  template <bool kShift, int kPairs>
+  void multiply_pairs(float* out) {
+    const int64_t passes = (rows_ + R - 1) / R * kHalves;
+    const int64_t turns = kPairs > 0 ? 2 * kPairs : (count_ + 1) / 2 * 2;
+    Totals totals = {};
+    begin_span<0>(0, 0);
+    begin_span<1>(0, 1);
+    Tiles::template store<0>(sums_[0]);
+    for (int64_t pass = 0; pass < passes; ++pass) {
       load_totals(pass, out, totals);
-      for (int64_t i = 2; i < count_; ++i) work(pass, i, pass, i - 2);
+      if constexpr (kPairs > 0) {
+        amx::unrolled<kPairs - 1>([&](auto pair) __attribute__((always_inline)) {
+          work<0, kShift, kPairs>(pass, 2 * pair + 2, pass, 2 * pair, totals);
+          work<1, kShift, kPairs>(pass, 2 * pair + 3, pass, 2 * pair + 1, totals);
+        });
+      } else {
+        for (int64_t i = 2; i < turns; i += 2) {
+          work<0, kShift, kPairs>(pass, i, pass, i - 2, totals);
+          work<1, kShift, kPairs>(pass, i + 1, pass, i - 1, totals);
+        }
+      }
+      const int64_t next = pass + 1 < passes ? pass + 1 : pass;  // in vain at the end
+      work<0, kShift, kPairs>(next, 0, pass, turns - 2, totals);
+      work<1, kShift, kPairs>(next, 1, pass, turns - 1, totals);
+      store_totals(pass, totals, out);
     }
   }
 
+  // Products of a span begin, the sums of the one before leave their tiles, and those of two before are
+  // added: of span `added`.
+  template <int kSet, bool kShift, int kPairs>
+  ATOM_INLINE void work(int64_t pass, int64_t i, int64_t added_pass, int64_t added, Totals& totals) {
+    begin_span<kSet>(pass, kPairs > 0 ? i : std::min(i, count_ - 1));
+    Tiles::template store<1 - kSet>(sums_[1 - kSet]);
+    if (kPairs > 0 || added < count_) add<kShift>(added_pass, added, sums_[kSet], totals);
+  }
+
+  template <int kSet>
+  ATOM_INLINE void begin_span(int64_t pass, int64_t i) const {
+    const uint8_t* tiles[P];
+    ATOM_UNROLL for (int p = 0; p < P; ++p) tiles[p] = tiles_[i][pass % kHalves + p];
+    const uint8_t* const inputs[] = {tile_of_inputs(x_, pass / kHalves * R, first_ + i)};
+    Tiles::template multiply<kSet>(inputs, tiles);
+  }
+
   template <bool kShift>
-  ATOM_INLINE void add(int64_t pass, int64_t i, const TileSums<P>& sums, vfloat (&totals)[R][P]) const {
+  ATOM_INLINE void add(int64_t pass, int64_t i, const TileSums<P>& sums, Totals& totals) const {
     const Factors* factors = factors_[i] + pass % kHalves;
-    const Span* inputs = x_.spans + pass / kHalves * R * spans_ + first_ + i;
+    const float* inputs = x_.sums + (pass / kHalves * spans_ + first_ + i) * R;
     ATOM_UNROLL for (int m = 0; m < R; ++m) {
+      const Span of{0, inputs[m], {}};
       ATOM_UNROLL for (int p = 0; p < P; ++p) {
         const vfloat products = convert(sums.template codes<kKind>(p, m, R));
-        totals[m][p] = add_span<kKind>(totals[m][p], products, factors[p], inputs[m * spans_], kShift);
+        totals[m][p] = add_span<kKind>(totals[m][p], products, factors[p], of, kShift);
       }
     }
   }
@@ -116,7 +139,7 @@ class BlockProduct {
     return out + (2 * (pass / kHalves * R + m) + pass % kHalves + p) * kTileSide;
   }
 
-  ATOM_INLINE void load_totals(int64_t pass, float* out, vfloat (&totals)[R][P]) const {
+  ATOM_INLINE void load_totals(int64_t pass, float* out, Totals& totals) const {
     ATOM_UNROLL for (int m = 0; m < R; ++m) {
       ATOM_UNROLL for (int p = 0; p < P; ++p) {
         totals[m][p] = first_ == 0 ? vfloat{} : load(place(out, pass, m, p));
@@ -125,7 +148,7 @@ class BlockProduct {
   }
 
   // At the end with the rows' scales.
-  ATOM_INLINE void store_totals(int64_t pass, const vfloat (&totals)[R][P], float* out) const {
+  ATOM_INLINE void store_totals(int64_t pass, const Totals& totals, float* out) const {
     const Span* inputs = x_.spans + pass / kHalves * R * spans_;
     const bool is_last = first_ + count_ == spans_;
     ATOM_UNROLL for (int m = 0; m < R; ++m) {
@@ -140,8 +163,8 @@ class BlockProduct {
   const int64_t span_bytes_;
   int64_t first_ = 0, count_ = 0;  // spans of the chunk, at least two
   TileSums<P> sums_[2];
-  Factors factors_[kChunk][2];
-  alignas(64) uint8_t tiles_[kChunk][2][kTileSide * kLineBytes];
+  Factors factors_[kMostSpans][2];
+  alignas(64) uint8_t tiles_[kMostSpans][2][kTileSide * kLineBytes];
 };
 
 }  // namespace atom

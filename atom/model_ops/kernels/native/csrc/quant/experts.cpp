@@ -55,11 +55,12 @@ class Matrix {
     return std::max<int64_t>(2, most);
   }
   int64_t packed_bytes() const {
-    return rounded_up(packed_rows() * (inputs_.row_bytes() + inputs_.spans() * int64_t(sizeof(Span))), 64);
+    const int64_t span_bytes = sizeof(Span) + sizeof(float);
+    return rounded_up(packed_rows() * (inputs_.row_bytes() + inputs_.spans() * span_bytes), 64);
   }
   // Packs row `from` of x as row `row` of the product.
   void pack(int64_t from, int64_t row, uint8_t* packed) const {
-    pack_row<T>(inputs_, from, row, packed, spans(packed));
+    pack_row<T>(inputs_, from, row, packed, spans(packed), sums(packed));
   }
   // `body(panel, count, sums)` for panels [first, last); sums [rows, count, kLanes]. The last count
   // may be one too large.
@@ -67,7 +68,7 @@ class Matrix {
   void multiply(uint8_t* packed, int64_t first, int64_t last, const Body& body) const {
     static thread_local Scratch scratch;
     float* const sums = scratch.get<float>(rounded_up(rows_, 2 * kTileSide) * 2 * kLanes);
-    const QuantRows x = inputs_.rows(packed, spans(packed));
+    const QuantRows x = inputs_.rows(packed, spans(packed), this->sums(packed));
     if (with_tiles_) begin_tiles(x);
     for (int64_t panel = first; panel < last;) {
       const int64_t count = with_tiles_ ? 2 : std::min(panels_together(x.kind, rows_), last - panel);
@@ -83,6 +84,10 @@ class Matrix {
   int64_t packed_rows() const { return rounded_up(rows_, kTileSide); }
   Span* spans(uint8_t* packed) const {
     return reinterpret_cast<Span*>(packed + packed_rows() * inputs_.row_bytes());
+  }
+  float* sums(uint8_t* packed) const {
+    if (!inputs_.has_sums()) return nullptr;
+    return reinterpret_cast<float*>(spans(packed) + packed_rows() * inputs_.spans());
   }
 
   const QuantMatrix w_;

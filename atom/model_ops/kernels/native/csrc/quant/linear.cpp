@@ -70,13 +70,17 @@ class Product {
   // Rows that have places: tiles are whole.
   static int64_t rounded(int64_t rows) { return (rows + kTileSide - 1) / kTileSide * kTileSide; }
   int64_t packed_bytes(int64_t rows) const {
-    return rows * (inputs_.row_bytes() + inputs_.spans() * int64_t(sizeof(Span)));
+    return rows * (inputs_.row_bytes() + inputs_.spans() * int64_t(sizeof(Span) + sizeof(float)));
   }
   Span* spans(uint8_t* packed, int64_t rows) const {
     return reinterpret_cast<Span*>(packed + rounded(rows) * inputs_.row_bytes());
   }
+  float* sums(uint8_t* packed, int64_t rows) const {
+    if (!inputs_.has_sums()) return nullptr;
+    return reinterpret_cast<float*>(spans(packed, rows) + rounded(rows) * inputs_.spans());
+  }
   void pack(int64_t first, int64_t row, int64_t rows, uint8_t* packed) const {
-    pack_row<T>(inputs_, first + row, row, packed, spans(packed, rows));
+    pack_row<T>(inputs_, first + row, row, packed, spans(packed, rows), sums(packed, rows));
   }
 
   // Rows from `first` on. packed: so many, or null. A task is some panels times a block of them.
@@ -96,7 +100,7 @@ class Product {
         packed = alone.get<uint8_t>(packed_bytes(rounded(rows)));
         for (int64_t row = 0; row < rows; ++row) pack(first, row, rows, packed);
       }
-      const QuantRows all = inputs_.rows(packed, spans(packed, rows));
+      const QuantRows all = inputs_.rows(packed, spans(packed, rows), this->sums(packed, rows));
       const int64_t pair_sums = block_rows * 2 * kLanes;
       float* panel_sums = sums.get<float>(ranges == 1 ? pair_sums : pair_sums * together / 2);
       if (with_tiles_) begin_tiles(all);
@@ -105,6 +109,7 @@ class Product {
         QuantRows x = all;
         x.inputs = inputs_.place(packed, row);
         x.spans += row * inputs_.spans();
+        if (x.sums != nullptr) x.sums += row * inputs_.spans();
         const int64_t begin = task % groups * together, end = std::min(begin + together, panels);
         for (int64_t range = 0; range < ranges; ++range) {
           const SpanRange spans{inputs_.spans() * range / ranges, inputs_.spans() * (range + 1) / ranges};

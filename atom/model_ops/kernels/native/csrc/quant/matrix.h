@@ -100,6 +100,7 @@ struct QuantRows {
   // [rows, stride]: int8; float, where tiles read bfloat16; wide codes as quant/wide.h says.
   const void* inputs;
   const Span* spans;    // [rows, inputs / span]
+  const float* sums;    // those of spans, [tiles of rows, inputs / span, tile_rows]; wide inputs in tiles
   int64_t stride;       // in elements; those of wide codes are bytes
   int64_t span;         // inputs that share their scales on both sides
   Inputs kind;

@@ -87,7 +87,7 @@ ATOM_INLINE vint quantise_wide(vfloat x, vfloat inverse) {
 // scales: room for those of all groups, and as many inverses.
 template <Inputs kKind>
 void quantise_row(const QuantInputs& how, const float* x, float* scales, int64_t row, int8_t* codes,
-                  Span* spans) {
+                  Span* spans, float* span_sums) {
   const int64_t groups = how.groups();
   float* inverses = scales + groups + kSpare;
   if (how.fixed_scale != 0) {
@@ -126,6 +126,7 @@ void quantise_row(const QuantInputs& how, const float* x, float* scales, int64_t
     spans[span].scale = scales[group];
     spans[span].sum = scales_row(kKind) ? float(code_sum) : float(code_sum) * scales[group];
     spans[span].first_code = -int32_t(how.excess) * code_sum;
+    if (span_sums != nullptr) span_sums[span * how.tile_rows] = spans[span].sum;
   }
 }
 
@@ -217,24 +218,26 @@ int64_t excess_of(const QuantMatrix& w, Inputs kind) {
 }
 
 template <class T>
-void pack_row(const QuantInputs& how, int64_t from, int64_t row, uint8_t* packed, Span* spans) {
+void pack_row(const QuantInputs& how, int64_t from, int64_t row, uint8_t* packed, Span* spans,
+              float* sums) {
   static thread_local Scratch scratch;
   const T* x = static_cast<const T*>(how.x) + from * how.x_stride;
   uint8_t* const place = how.place(packed, row);
   spans += row * how.spans();
+  if (sums != nullptr) sums += row / how.tile_rows * how.tile_rows * how.spans() + row % how.tile_rows;
   if (how.kind != Inputs::kNumbers || how.as_bfloat16()) {
     float* numbers = scratch.get<float>(how.inputs + kSpare + 2 * (how.groups() + kSpare));
     float* scales = numbers + how.inputs + kSpare;
     gather(how, x, numbers);
     auto* codes = reinterpret_cast<int8_t*>(place);
     if (how.kind == Inputs::kInt8) {
-      return quantise_row<Inputs::kInt8>(how, numbers, scales, row, codes, spans);
+      return quantise_row<Inputs::kInt8>(how, numbers, scales, row, codes, spans, sums);
     }
     if (how.kind == Inputs::kInt16) {
-      return quantise_row<Inputs::kInt16>(how, numbers, scales, row, codes, spans);
+      return quantise_row<Inputs::kInt16>(how, numbers, scales, row, codes, spans, sums);
     }
     if (how.kind == Inputs::kInt12) {
-      return quantise_row<Inputs::kInt12>(how, numbers, scales, row, codes, spans);
+      return quantise_row<Inputs::kInt12>(how, numbers, scales, row, codes, spans, sums);
     }
     sum_spans(how, numbers, spans);
     bfloat16* out = reinterpret_cast<bfloat16*>(place);
@@ -269,10 +272,10 @@ template void pack_group<bfloat16>(const QuantInputs&, int64_t, int64_t, uint8_t
 template void pack_group<float16>(const QuantInputs&, int64_t, int64_t, uint8_t*);
 #endif
 
-template void pack_row<float>(const QuantInputs&, int64_t, int64_t, uint8_t*, Span*);
-template void pack_row<bfloat16>(const QuantInputs&, int64_t, int64_t, uint8_t*, Span*);
+template void pack_row<float>(const QuantInputs&, int64_t, int64_t, uint8_t*, Span*, float*);
+template void pack_row<bfloat16>(const QuantInputs&, int64_t, int64_t, uint8_t*, Span*, float*);
 #if defined(__F16C__) || defined(__aarch64__)
-template void pack_row<float16>(const QuantInputs&, int64_t, int64_t, uint8_t*, Span*);
+template void pack_row<float16>(const QuantInputs&, int64_t, int64_t, uint8_t*, Span*, float*);
 #endif
 
 }  // namespace atom

@@ -39,8 +39,9 @@ struct QuantInputs {
     if (!is_wide() || tile_rows == 0) return packed + row * row_bytes();
     return packed + row / tile_rows * tile_rows * row_bytes() + row % tile_rows * 64;
   }
-  QuantRows rows(const void* packed, const Span* of_spans) const {
-    return {packed, of_spans, stride(), span, kind, tile_rows};
+  bool has_sums() const { return is_wide() && tile_rows != 0; }
+  QuantRows rows(const void* packed, const Span* of_spans, const float* sums = nullptr) const {
+    return {packed, of_spans, sums, stride(), span, kind, tile_rows};
   }
 };
 
@@ -48,8 +49,9 @@ struct QuantInputs {
 int64_t excess_of(const QuantMatrix& w, Inputs kind);
 
 // Packs row `from` of x as row `row` of `packed`, [rows, inputs], and of `spans`, [rows, spans]. The first of
-// a pair is packed before the second.
+// a pair is packed before the second. sums: those of QuantRows, or null.
 template <class T>
-void pack_row(const QuantInputs& how, int64_t from, int64_t row, uint8_t* packed, Span* spans);
+void pack_row(const QuantInputs& how, int64_t from, int64_t row, uint8_t* packed, Span* spans,
+              float* sums = nullptr);
 
 }  // namespace atom
