@@ -39,6 +39,7 @@ from atom.model_loader.packed_file import (
     read_packed,
 )
 from atom.model_loader.placement import Placement
+from atom.model_loader.safetensors.writer import write_all
 from atom.model_loader.threads import single_threaded_pool
 from atom.model_ops.kernels.native.bindings import constant
 from atom.model_ops.kernels.native.build import native_build
@@ -54,8 +55,6 @@ _MOST_FILES = 2
 _MAX_THREADS = 8
 # At a time: some huge pages.
 _WRITTEN_BYTES = 8 << 20
-# In one call: as many as Linux takes.
-_MOST_PARTS = 1024
 _SPARE_BYTES = 64 * 1000**2
 _TENSORS = ("codes", "scale", "shift", "super_scale", "super_offset", "order")
 _MODEL_OPS = Path(__file__).parents[1] / "model_ops"
@@ -225,7 +224,7 @@ def _write(path: Path, header: Header, tensors: Sequence[tuple[int, torch.Tensor
                 until = min(at + -(-len(values) // ALIGNMENT) * ALIGNMENT, end)
                 gap = until - max(at + len(values), begin)
                 parts += [values[max(begin - at, 0) : end - at], zeros[: max(gap, 0)]]
-            _write_all(file.fileno(), parts, start + begin)
+            write_all(file.fileno(), parts, start + begin)
 
         with single_threaded_pool(num_threads) as pool:
             for _ in pool.map(write, range(0, header.num_bytes, _WRITTEN_BYTES)):
@@ -233,18 +232,7 @@ def _write(path: Path, header: Header, tensors: Sequence[tuple[int, torch.Tensor
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         total = checked_sum(memoryview(memory)[start:], num_threads)
         summed = encode_header(Header(header.num_bytes, total, header.layers))
-        _write_all(file.fileno(), [memoryview(summed)], 0)
-
-
-def _write_all(file: int, parts: list[memoryview], at: int) -> None:
-    """Write one after the other, at an offset of a file."""
-    while parts:
-        written = os.pwritev(file, parts[:_MOST_PARTS], at)
-        at += written
-        while parts and written >= len(parts[0]):
-            written -= len(parts.pop(0))
-        if written:
-            parts[0] = parts[0][written:]
+        write_all(file.fileno(), [memoryview(summed)], 0)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

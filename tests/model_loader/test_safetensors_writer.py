@@ -29,7 +29,7 @@ def test_a_file_system_may_take_less_than_it_is_given(
         TensorGroup((spec,), lambda values=tensors[spec.name]: iter([(values,)])) for spec in specs
     ]
     pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, values, at: pwrite(file, values[:7], at))
+    monkeypatch.setattr(os, "pwritev", lambda file, parts, at: pwrite(file, parts[0][:7], at))
     monkeypatch.setattr(Path, "open", lambda path, mode, **_: Slow(path, mode))
     with ThreadPoolExecutor(1) as pool:
         write_checkpoint(tmp_path, specs, groups, 10**6, pool, lambda _: None)

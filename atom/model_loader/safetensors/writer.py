@@ -27,6 +27,8 @@ _DTYPE_NAMES = {
 # Of the first tensor: what lines of the processors' caches have.
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
+# In one call: as many as Linux takes.
+_MOST_PARTS = 1024
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def write_checkpoint(
         for name, shard in zip(names, shards, strict=True):
             out = files.enter_context((folder / name).open("wb", buffering=0))
             header = _header(shard)
-            _write_all(out.fileno(), memoryview(header), 0)
+            write_all(out.fileno(), [memoryview(header)], 0)
             ends = accumulate((tensor.num_bytes for tensor in shard), initial=len(header))
             places |= {each.name: (out.fileno(), at) for each, at in zip(shard, ends, strict=False)}
         _write_groups(groups, places, pool, show)
@@ -163,12 +165,19 @@ def _header(tensors: Sequence[TensorSpec]) -> bytes:
 
 def _write_values(file: int, values: torch.Tensor, at: int) -> int:
     """Write all bytes at an offset of a file -> how many they are."""
-    _write_all(file, memoryview(values.contiguous().flatten().view(torch.uint8).numpy().data), at)
+    data = values.contiguous().flatten().view(torch.uint8).numpy().data
+    write_all(file, [memoryview(data)], at)
     return values.nbytes
 
 
-def _write_all(file: int, rest: memoryview, at: int) -> None:
-    """A file system may take less at a time than is given."""
-    while rest:
-        written = os.pwrite(file, rest, at)
-        rest, at = rest[written:], at + written
+def write_all(file: int, parts: list[memoryview], at: int) -> None:
+    """Write one after the other, at an offset of a file, which may take less at a time than is
+    given; the list is empty then.
+    """
+    while parts:
+        written = os.pwritev(file, parts[:_MOST_PARTS], at)
+        at += written
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if written:
+            parts[0] = parts[0][written:]

@@ -159,13 +159,12 @@ class TileProduct {
       };
       const RowTiles<false> tiles{weight, bytes};
       const char* x = static_cast<const char*>(packed) + first / amx::kSide * group_bytes();
-      float* const before = totals + first * kPanel;
-      const float* const from = range.begin == 0 ? nullptr : before;
+      const float* const from = range.begin == 0 ? nullptr : totals + first * kPanel;
       const bool both = rows_ - first > amx::kSide;
       if (both) products<2, 2>(tiles, x, range, from, between);
       else products<2, 1>(tiles, x, range, from, between);
       while (part < kParts) finish(part++, first - kRows, 2, kRows);
-      float* const to = is_last ? results[0] : before;
+      float* const to = is_last ? results[0] : totals + first * kPanel;
       amx::unrolled<4>([&](auto i) {
         if (both || i < 2) amx::store<i>(to + i * kTileFloats, amx::kRowBytes);
       });
