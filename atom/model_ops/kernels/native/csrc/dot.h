@@ -22,10 +22,9 @@ template <class T>
 constexpr int64_t kFetchStep = kDotStep * sizeof(T) < 64 ? 64 / sizeof(T) : kDotStep;
 
 // Activations as the tile wants them: float32 in pair order, or, where the processor
-// multiplies bfloat16, as they are.
+// multiplies bfloat16 as fast, as they are.
 template <class T>
-using Packed =
-    std::conditional_t<kHardwareBf16 && std::is_same_v<T, bfloat16>, bfloat16, float>;
+using Packed = std::conditional_t<kFastPairs && std::is_same_v<T, bfloat16>, bfloat16, float>;
 
 template <class T>
 ATOM_INLINE void pack(const T* x, Packed<T>* out, int64_t count) {
@@ -54,7 +53,7 @@ ATOM_INLINE void multiply_add(vfloat (&acc)[R * G], const vfloat (&w)[R], const 
   }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(ATOM_FAST_PAIRS)
 template <int R, int G>
 ATOM_INLINE void multiply_add(vfloat (&acc)[R * G], const bfloat16* const (&w)[R], int64_t k,
                               const bfloat16* x, int64_t x_stride) {

@@ -30,6 +30,16 @@ constexpr bool kHardwareBf16 = true;
 constexpr bool kHardwareBf16 = false;
 #endif
 
+// Whether pairs of bfloat16 are multiplied faster than floats. Intel's vectors take four times as long
+// for a pair as for a float; where there are tiles, they multiply.
+#if defined(__AVX512BF16__) && (defined(__AMX_BF16__) || defined(__znver3__) || \
+                                defined(__znver4__) || defined(__znver5__))
+#define ATOM_FAST_PAIRS 1
+constexpr bool kFastPairs = true;
+#else
+constexpr bool kFastPairs = false;
+#endif
+
 #if defined(__F16C__) || defined(__aarch64__)
 constexpr bool kHasFloat16 = true;
 #else

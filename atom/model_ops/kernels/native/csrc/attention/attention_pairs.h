@@ -1,4 +1,4 @@
-// Attention's two products where the processor multiplies pairs of bfloat16.
+// Attention's two products of pairs of bfloat16.
 //
 // Lanes are keys of scores, and elements of values, so that no sum crosses them: a chunk's keys are
 // transposed first, and its values interleaved, once for all rows. Softmax weights are rounded to
@@ -20,7 +20,13 @@ constexpr int64_t kLaneKeys = 16;
 namespace atom {
 
 ATOM_INLINE vfloat multiply_pairs(vfloat sums, vint a, vint b) {
+#if defined(ATOM_FAST_PAIRS)
   return (vfloat)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#else
+  const vuint seconds = vuint{} + 0xffff0000u;
+  sums = fma((vfloat)(a << 16), (vfloat)(b << 16), sums);
+  return fma((vfloat)((vuint)a & seconds), (vfloat)((vuint)b & seconds), sums);
+#endif
 }
 ATOM_INLINE vint splat_pair(const bfloat16* pair) { return raw<int32_t>(pair) - vint{}; }
 

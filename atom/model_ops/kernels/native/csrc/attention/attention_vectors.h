@@ -126,6 +126,7 @@ class Vectors {
  public:
   using Value = T;
   static constexpr int64_t kStep = kDotStep;
+  using Query = std::conditional_t<kPairs<T>, T, Packed<T>>;
 
   // Rows that meet a chunk together. Few queries take several KV heads at once: a token's heads lie
   // side by side in memory.
@@ -144,7 +145,7 @@ class Vectors {
     total = peak + padded;
     keep = total + padded;
     admit = keep + padded;
-    q = reinterpret_cast<Packed<T>*>(admit + padded);
+    q = reinterpret_cast<Query*>(admit + padded);
     rows_memory = reinterpret_cast<T*>(admit + padded + unit.rows * head_dim);
     pairs = rows_memory + kChunk * head_dim;
     in_place = !a.is_fp8() && a.head_dim == head_dim;
@@ -169,9 +170,14 @@ class Vectors {
   }
 
  private:
+  void pack_query(const T* from, Query* to) const {
+    if constexpr (kPairs<T>) std::memcpy(static_cast<void*>(to), from, head_dim * sizeof(T));
+    else pack(from, to, head_dim);
+  }
+
   void pack_queries() const {
     const int64_t group = a.group(), width = group * a.head_dim;
-    Packed<T>* out = q;
+    Query* out = q;
     T* padded = rows_memory;
     std::memset(static_cast<void*>(padded), 0, head_dim * sizeof(T));
     for (int64_t h = 0; h < unit.kv_heads; ++h) {
@@ -180,7 +186,8 @@ class Vectors {
                         (unit.first_kv_head + h) * width;
         for (int64_t g = 0; g < group; ++g, from += a.head_dim, out += head_dim) {
           if (a.head_dim != head_dim) std::memcpy(padded, from, a.head_dim * sizeof(T));
-          pack(a.head_dim == head_dim ? from : padded, out, head_dim);
+          if (a.head_dim == head_dim) pack_query(from, out);
+          else pack_query(padded, out);
         }
       }
     }
@@ -197,7 +204,7 @@ class Vectors {
       for_row_groups(unit.head_rows, [&](auto size, int64_t first) {
         constexpr int G = decltype(size)::value;
         const int64_t row = h * unit.head_rows + first;
-        const Packed<T>* rows = q + row * head_dim;
+        const Query* rows = q + row * head_dim;
         float* out = scores + row * kChunk;
         if constexpr (kPairs<T>) {
           score_pairs<G>(pairs, chunk.begin, chunk.end, rows, head_dim, out);
@@ -287,7 +294,7 @@ class Vectors {
   float* scores;        // [rows, kChunk]: scores, then 2^(score - peak)
   float *peak, *total;  // [rows] of the chunk
   float *keep, *admit;  // [rows] factors of the state and of the chunk
-  Packed<T>* q;         // [rows, head_dim]
+  Query* q;             // [rows, head_dim]
   T* rows_memory;       // [kChunk, head_dim]
   T* pairs;             // the same in pairs, of types of half a float
 };

@@ -172,7 +172,7 @@ void with_product(int64_t rows, int64_t size, const Use& use) {
 template <class T, class Use>
 void with_product_of(int64_t rows, int64_t size, const Use& use) {
   with_product<T>(rows, size, [&](const auto& product) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
     if constexpr (std::is_same_v<std::decay_t<decltype(product)>, VectorProduct<bfloat16>>) {
       if (rows >= PairProduct::kLeastRows) return use(PairProduct(rows, size));
     }

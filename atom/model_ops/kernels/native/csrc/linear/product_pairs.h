@@ -1,6 +1,7 @@
-// Products of many bfloat16 rows where the processor multiplies pairs of them: see product.h.
+// Products of many bfloat16 rows with vectors of 16 lanes: see product.h.
 //
-// Lanes are features, so that no sum crosses lanes. `VectorProduct` has one accumulator whose lane l
+// Lanes are features, so that no sum crosses lanes. Where the processor multiplies pairs of bfloat16
+// fast, they stay pairs; elsewhere both elements of each are packed as floats. `VectorProduct` has one accumulator whose lane l
 // sums pairs l, l + 16, ..., and folds its lanes at the end; here each of these residues of pairs is
 // summed by itself, and the sums are joined in the order of that fold. So they have the same bits.
 #pragma once
@@ -8,7 +9,7 @@
 #include "dot.h"
 #include "transpose.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <algorithm>
 
 #include "parallel.h"
@@ -34,7 +35,7 @@ class PairProduct {
   int64_t packed_bytes() const { return (rows_ + kPackRows - 1) / kPackRows * group_bytes(); }
   const void* as_packed(const bfloat16*, int64_t) const { return nullptr; }
 
-  // packed[group][residue][step][row], pairs of elements. Rows beyond the last are 0.
+  // packed[group][residue][step][part][row], of pairs of elements. Rows beyond the last are 0.
   void pack(const bfloat16* x, int64_t stride, int64_t first, int64_t last, void* packed) const {
     for (int64_t row = first; row < last; row += kPackRows) {
       char* to = static_cast<char*>(packed) + row / kPackRows * group_bytes();
@@ -46,7 +47,7 @@ class PairProduct {
     explicit Session(const PairProduct&) {}
   };
 
-  // Two vectors of features: [half][residue][step][feature], pairs of elements.
+  // Two vectors of features: [half][residue][step][part][feature], of pairs of elements.
   struct Panel {
     const bfloat16* weight;
     const char* pairs;
@@ -76,7 +77,7 @@ class PairProduct {
       if (outs <= kLanes) tile<kRows, 1>(x, panel.pairs, sums);
       else if (count > kRows / 2) tile<kRows, 2>(x, panel.pairs, sums);
       else tile<kRows / 2, 2>(x, panel.pairs, sums);
-      x += kRows * kPairBytes;
+      x += kRows * kPartBytes;
       sums += kRows * kPanel;
     }
   }
@@ -85,13 +86,21 @@ class PairProduct {
   // Rows that are multiplied together, with two vectors of features and for two residues: fewer sums
   // are kept in memory than with more rows and one residue.
   static constexpr int64_t kRows = 6;
-  static constexpr int64_t kPairBytes = 4;
+  // Parts of a pair: both elements in one, or each as a float.
+  static constexpr int kParts = kFastPairs ? 1 : 2;
+  static constexpr int64_t kPartBytes = 4, kPairBytes = kParts * kPartBytes;
   static constexpr int kResidues = kDotStep / 2;
 
   int64_t group_bytes() const { return kResidues * steps_ * kPackRows * kPairBytes; }
   int64_t half_bytes() const { return kResidues * steps_ * kLanes * kPairBytes; }
 
-  // to[residue][step][row] of Rows rows `stride` elements apart, of which `count` are there.
+  static __m512i part_of(__m512i pairs, int part) {
+    if (kFastPairs) return pairs;
+    return part == 0 ? _mm512_slli_epi32(pairs, 16)
+                     : _mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xffff0000u)));
+  }
+
+  // to[residue][step][part][row] of Rows rows `stride` elements apart, of which `count` are there.
   template <int64_t Rows>
   void transpose_pairs(const bfloat16* from, int64_t stride, int64_t count, char* to) const {
     for (int64_t step = 0; step < steps_; ++step) {
@@ -105,10 +114,21 @@ class PairProduct {
       for (int i = 0; i < Rows; ++i) __builtin_prefetch(from + (Rows + i) * stride + k);
       transpose(rows);
       for (int i = 0; i < kResidues; ++i) {
-        _mm512_mask_storeu_epi32(to + (i * steps_ + step) * Rows * kPairBytes, (1u << Rows) - 1,
-                                 rows[i]);
+        char* at = to + (i * steps_ + step) * Rows * kPairBytes;
+        ATOM_UNROLL for (int part = 0; part < kParts; ++part) {
+          _mm512_mask_storeu_epi32(at + part * Rows * kPartBytes, (1u << Rows) - 1,
+                                   part_of(rows[i], part));
+        }
       }
     }
+  }
+
+  static ATOM_INLINE vfloat add_product(vfloat sums, vint w, vint x) {
+#if defined(ATOM_FAST_PAIRS)
+    return (vfloat)_mm512_dpbf16_ps((__m512)sums, (__m512bh)w, (__m512bh)x);
+#else
+    return fma((vfloat)w, (vfloat)x, sums);
+#endif
   }
 
   template <int G, int H>
@@ -125,14 +145,18 @@ class PairProduct {
       ATOM_UNROLL for (int h = 0; h < H; ++h) sums[0][g][h] = sums[1][g][h] = vfloat{};
     }
     for (int64_t step = 0; step < steps_; ++step) {
-      ATOM_UNROLL for (int i = 0; i < 2; ++i) {
-        __m512bh w[H];
-        ATOM_UNROLL for (int h = 0; h < H; ++h) w[h] = raw<__m512bh>(pairs + i * other + h * half);
+      ATOM_UNROLL for (int i = 0; i < 2 * kParts; ++i) {
+        const int which = i / kParts, part = i % kParts;
+        vint w[H];
+        ATOM_UNROLL for (int h = 0; h < H; ++h) {
+          w[h] = raw<vint>(pairs + which * other + h * half + part * kLanes * kPartBytes);
+        }
         ATOM_UNROLL for (int g = 0; g < G; ++g) {
-          vint pair = raw<int32_t>(x + i * x_other + g * kPairBytes) - vint{};
+          const int64_t row = part * kPackRows + g;
+          vint pair = raw<int32_t>(x + which * x_other + row * kPartBytes) - vint{};
           ATOM_IN_REGISTER(pair);
           ATOM_UNROLL for (int h = 0; h < H; ++h) {
-            sums[i][g][h] = (vfloat)_mm512_dpbf16_ps((__m512)sums[i][g][h], w[h], (__m512bh)pair);
+            sums[which][g][h] = add_product(sums[which][g][h], w[h], pair);
           }
         }
       }
