@@ -89,13 +89,14 @@ class StepRecorder:
     be recorded runs op by op from then on, with any tensors, and the log says why, once.
 
     Attributes:
+        arena: where programs have what they need while they run.
         was_replayed: whether the last work was.
         has_program: whether the last work has one, and so its results where they will be again.
         seconds_to_record: the mean time that recording took, before the program ran.
     """
 
     def __init__(self) -> None:
-        self._arena = Arena()
+        self.arena = Arena()
         self._programs: dict[Hashable, Recording[Any]] = {}
         self._num_runs = 0
         self._refused: set[tuple[str, Hashable]] = set()
@@ -123,12 +124,11 @@ class StepRecorder:
         if recording is None:
             described = work()
             self.was_replayed = self.has_program = False
-            if (described.name, described.key) in self._refused:
+            if self.refuses(described.name, described.key):
                 return described.run_op_by_op()
             place = described.place
             recording = self._programs.get(place)
             if recording is None:
-                self._is_usual = False
                 return self._record(described, place)
             known[which] = recording
         recording.used = self._num_runs
@@ -138,11 +138,11 @@ class StepRecorder:
 
     def _record(self, work: Recordable[T], place: Hashable) -> T:
         started = time.perf_counter()
+        self.take_unusual()
         try:
-            result, program = record(work.run, work.results, self._arena, work.passing)
+            result, program = record(work.run, work.results, self.arena, work.passing)
         except NotRecordableError as error:
-            self._refused.add((work.name, work.key))
-            self._log(f"{work.name} runs op by op: {error}")
+            self.refuse(work.name, work.key, error)
             return work.run_op_by_op()
         self._num_recorded += 1
         seconds = time.perf_counter() - started
@@ -154,10 +154,21 @@ class StepRecorder:
         self.has_program = True
         return result
 
-    def _log(self, message: str) -> None:
+    def refuses(self, name: str, key: Hashable) -> bool:
+        """Whether such work was refused before."""
+        return (name, key) in self._refused
+
+    def refuse(self, name: str, key: Hashable, error: NotRecordableError) -> None:
+        """Let such work run op by op from now on."""
+        self._refused.add((name, key))
+        message = f"{name} runs op by op: {error}"
         if message not in self._logged:
             self._logged.add(message)
             logger.info("%s", message)
+
+    def take_unusual(self) -> None:
+        """Note that work takes longer than it will again."""
+        self._is_usual = False
 
     def take_usual(self) -> bool:
         """Whether all work since the last call took the time that it will take again."""

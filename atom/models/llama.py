@@ -319,11 +319,7 @@ class Decoder(nn.Module):
                 residual = images.deepen(i, residual)
         assert residual is not None
         hidden, boundaries[last + 1] = self.norm.add(hidden, residual)
-        if rows is not None:
-            of_rows = hidden
-            hidden = of_rows.new_zeros(len(model_input.input_ids), of_rows.shape[1])
-            hidden[rows] = of_rows
-        return ModelOutput(hidden, tuple(boundaries[i] for i in self.aux_layer_ids))
+        return ModelOutput(hidden, tuple(boundaries[i] for i in self.aux_layer_ids), rows)
 
 
 class LlamaModel(Decoder):

@@ -16,7 +16,7 @@ from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.staging import ReadInPlace, StagingBuffer
 from atom.messages import TokenLogprobs
-from atom.model_ops.attention.metadata import SamplingMetadata
+from atom.model_ops.attention.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.edits import EditsBuilder, LogitEdits
 from atom.sampling.failure import SamplingFailedError
 from atom.sampling.logprobs import Logprobs, as_messages, compute_logprobs
@@ -214,12 +214,12 @@ class Sampler:
         """Remove the sequences of these rows."""
         self._rows.forget(rows)
 
-    def logits(self, plan: SamplePlan, hidden_states: torch.Tensor) -> torch.Tensor:
+    def logits(self, plan: SamplePlan, output: ModelOutput) -> torch.Tensor:
         """[R, V] float32, of the rows that are sampled."""
-        return self._compute_logits(hidden_states[plan.logits_indices])
+        return self._compute_logits(output.at(plan.logits_indices))
 
     def sample(
-        self, plan: SamplePlan, hidden_states: torch.Tensor, logits: torch.Tensor | None = None
+        self, plan: SamplePlan, output: ModelOutput, logits: torch.Tensor | None = None
     ) -> Verified:
         """Sample every row of logits, and verify the drafts.
 
@@ -227,13 +227,13 @@ class Sampler:
             logits: if they are computed already, on a rank that is alone.
         """
         self._rows.update()
-        in_parts = [self._prompt_logprobs(hidden_states, prompt) for prompt in plan.prompts]
+        in_parts = [self._prompt_logprobs(output.hidden_states, prompt) for prompt in plan.prompts]
         prompt_logprobs = [Logprobs.joined(parts) for parts in in_parts if parts]
         if not plan.states:
             none = plan.logits_indices
             return Verified(none, none.view(0, 1), none, None, prompt_logprobs)
         if logits is None:
-            sampled, logprobs = self._choose_together(plan, hidden_states)
+            sampled, logprobs = self._choose_together(plan, output)
         else:
             sampled, logprobs = self._choose(plan, logits)
         tokens, accepted = self._ops.verify_drafts(sampled, plan.drafts, plan.table, None)
@@ -335,7 +335,7 @@ class Sampler:
         return self._rows.metadata(rows, None, plan.filters, self._ops.sampling_options)
 
     def _choose_together(
-        self, plan: SamplePlan, hidden_states: torch.Tensor
+        self, plan: SamplePlan, output: ModelOutput
     ) -> tuple[torch.Tensor, Logprobs | None]:
         """The tokens [R] int64 on every rank, and on the first the logprobs.
 
@@ -343,8 +343,8 @@ class Sampler:
         the middle of it; `raise_failure` raises the error afterwards.
         """
         if self._choose_greedily is not None and plan.is_greedy:
-            return self._choose_greedily(hidden_states[plan.logits_indices]), None
-        logits = self._compute_logits(hidden_states[plan.logits_indices])
+            return self._choose_greedily(output.at(plan.logits_indices)), None
+        logits = self._compute_logits(output.at(plan.logits_indices))
         if not self._others_wait:
             return self._choose(plan, logits)
         sampled, logprobs = plan.logits_indices.new_full((len(logits),), -1), None

@@ -1,8 +1,8 @@
 """Steps that recur, as programs on a CPU.
 
-A step whose tokens are chosen from tensors alone is one program. Where the host has a say in the
-choice, the target's layers and the logits are one, and tokens are chosen op by op behind it. What
-the proposer does behind either is another.
+A step that decodes and whose tokens are chosen from tensors alone is one program. Where the host
+has a say in the choice, the target's layers and the logits are one, and tokens are chosen op by op
+behind it. What the proposer does behind either is another. Of prompts the target's layers are one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from atom.batch import ScheduledSequence, StepParts
 from atom.graphs.recorded import Recordable, Recording, StepRecorder
+from atom.graphs.recorded_forward import RecordedForward
 from atom.graphs.runner import ForwardOp
 from atom.graphs.staging import Arriving
 from atom.model_engine.step.input_buffers import StepInput
@@ -56,6 +57,7 @@ class RecordedSteps(StepRunner):
     ) -> None:
         super().__init__(forward, sampler, proposer)
         self._recorder = recorder
+        self._prompts = RecordedForward(forward, recorder)
         self._guide = _RecordedGuide()
 
     def run(
@@ -64,9 +66,11 @@ class RecordedSteps(StepRunner):
         step: StepInput,
         num_drafts: int | None,
     ) -> ComputedStep:
-        if not step.is_replayable:
-            return super().run(sequences, step, num_drafts)
         recorder = self._recorder
+        if not step.is_replayable:
+            target = self._compute(step, self._prompts)
+            parts = StepParts(self._prompts.was_replayed)
+            return target.computed(sequences, step, self._propose, parts)
         if step.samples_on_device:
             rests = num_drafts == 0 and step.next_token_ids is not None
             target = recorder.run(step.recordings, rests, lambda: self._whole(step, rests=rests))
@@ -90,6 +94,7 @@ class RecordedSteps(StepRunner):
 
     def release(self) -> None:
         self._recorder.release()
+        self._prompts.release()
 
     def took_usual_time(self) -> bool:
         return self._recorder.take_usual()
@@ -173,7 +178,7 @@ class RecordedSteps(StepRunner):
         """The target's part up to its logits; `last_rows` are written behind them."""
         plan, last_rows = step.sample, None
         output = self._forward(step.model_input)
-        logits = self._sampler.logits(plan, output.hidden_states)
+        logits = self._sampler.logits(plan, output)
         if step.next_token_ids is not None:
             last_rows = plan.logits_indices.new_empty(len(plan.states))
         draft_sampling = self._sampler.draft_sampling(plan, step.draft_sampling_rows)
@@ -182,10 +187,7 @@ class RecordedSteps(StepRunner):
 
 def _inputs(step: StepInput) -> tuple[torch.Tensor | None, ...]:
     """What is read whatever the choice of tokens is."""
-    model_input = step.model_input
-    rows = model_input.input_ids, model_input.positions, step.next_token_ids
-    others = step.draft_sampling_rows, model_input.mrope_shifts
-    return *rows, *others, *model_input.attention.tensors
+    return *step.model_input.tensors, step.next_token_ids, step.draft_sampling_rows
 
 
 def _with_unknown_lengths(step: StepInput) -> StepInput:

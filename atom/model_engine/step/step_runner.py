@@ -166,9 +166,9 @@ class StepRunner:
         """Whether all work since the last call took the time that it will take again."""
         return True
 
-    def _compute(self, step: StepInput) -> TargetStep:
-        """The target's part, op by op."""
-        output = self._forward(step.model_input)
+    def _compute(self, step: StepInput, forward: ForwardOp | None = None) -> TargetStep:
+        """The target's part, op by op, but for what another `forward` does."""
+        output = (forward or self._forward)(step.model_input)
         verified, last_rows = self._choose(step, output)
         return TargetStep(
             output,
@@ -181,7 +181,7 @@ class StepRunner:
         self, step: StepInput, output: ModelOutput, logits: torch.Tensor | None = None
     ) -> tuple[Verified, torch.Tensor | None]:
         """The tokens, and `last_rows` where the proposer reads steps."""
-        verified = self._sampler.sample(step.sample, output.hidden_states, logits)
+        verified = self._sampler.sample(step.sample, output, logits)
         if step.next_token_ids is None:
             return verified, None
         return verified, self._sampler.place(step.sample, verified, step.next_token_ids)

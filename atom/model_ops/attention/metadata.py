@@ -203,7 +203,7 @@ class ModelInput:
         input_ids, positions: [T] int64.
         attention: where the T tokens are in the KV cache.
         output_rows: [R] int64, the rows whose hidden states after the final norm are read; a model
-            may leave others undefined. None when all are.
+            may return those alone. None when all are.
         images: rows whose embedding is not that of their token, but an image's; None without any.
         next_images: rows whose next token is one of an image, for proposers that read these; None
             without any.
@@ -220,16 +220,34 @@ class ModelInput:
     next_images: ImageRows | None = None
     mrope_shifts: torch.Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of text."""
+        optional = (t for t in (self.output_rows, self.mrope_shifts) if t is not None)
+        return self.input_ids, self.positions, *self.attention.tensors, *optional
+
 
 @dataclass(frozen=True)
 class ModelOutput:
     """Attributes:
-    hidden_states: [T, hidden], after the final norm.
+    hidden_states: [T, hidden], after the final norm; [R, hidden] if they are those of
+        `output_rows`.
     aux_hidden_states: one [T, hidden] tensor per requested layer; empty when none is requested.
+    output_rows: as in `ModelInput`, if there are hidden states of these alone; else None.
     """
 
     hidden_states: torch.Tensor
     aux_hidden_states: tuple[torch.Tensor, ...] = ()
+    output_rows: torch.Tensor | None = None
+
+    def at(self, rows: torch.Tensor) -> torch.Tensor:
+        """[R, hidden], the hidden states of `rows` [R] int64, which are `output_rows` if there are
+        any.
+        """
+        if self.output_rows is None:
+            return self.hidden_states[rows]
+        assert rows is self.output_rows
+        return self.hidden_states
 
 
 @dataclass(frozen=True)

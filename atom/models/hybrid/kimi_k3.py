@@ -304,11 +304,7 @@ class KimiK3Model(LlamaModel):
             running = layer.add_to(running, blocks, inputs, rows if i == last else None)
         boundaries[last + 1] = running
         hidden = self.norm(self.output_attn_res(blocks.closed, running))
-        if rows is not None:
-            of_rows = hidden
-            hidden = of_rows.new_zeros(len(model_input.input_ids), of_rows.shape[1])
-            hidden[rows] = of_rows
-        return ModelOutput(hidden, tuple(boundaries[i] for i in self.aux_layer_ids))
+        return ModelOutput(hidden, tuple(boundaries[i] for i in self.aux_layer_ids), rows)
 
 
 class KimiK3ForConditionalGeneration(KimiLinearForCausalLM):

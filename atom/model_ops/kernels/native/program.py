@@ -8,7 +8,8 @@ of memory, the arena, where those that are not needed at the same time share the
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from struct import Struct
 from typing import TypeVar
 
@@ -40,8 +41,61 @@ class Arena:
         return self._memory[start:]
 
 
-class Program:
+class KernelList:
     """Kernels with their arguments, and what the host does between them.
+
+    Args:
+        names: of the kernels, in order.
+        starts: where each one's arguments begin in `arguments`, in bytes.
+        arguments: of all of them; may be changed between replays.
+        pauses: between them, in order.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        starts: Sequence[int],
+        arguments: np.ndarray,
+        pauses: Sequence[Pause] = (),
+    ) -> None:
+        self._names = names
+        self._arguments = arguments
+        steps = self._steps = np.empty((len(names), 2), dtype=np.uint64)
+        steps[:, 0] = [address(name) for name in names]
+        steps[:, 1] = arguments.ctypes.data + np.array(starts, dtype=np.uint64)
+        self._failed = np.zeros(1, dtype=np.int64)
+        first, failed = steps.ctypes.data, self._failed.ctypes.data
+        begins = [0, *(pause.at for pause in pauses)]
+        ends = [*begins[1:], len(names)]
+        actions = [*(pause.action for pause in pauses), None]
+        self._parts: list[_Part] = [
+            (begin, (first + begin * steps.strides[0], failed, end - begin), action)
+            for begin, end, action in zip(begins, ends, actions, strict=True)
+        ]
+        self._run = kernel("run_program")
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def replay(self) -> None:
+        """Run all kernels on the current contents of their tensors.
+
+        Raises:
+            IndexError: when one of them meets an index that is out of range.
+        """
+        for start, where, action in self._parts:
+            wrong = self._run(_run_program(*where, torch.get_num_threads()))
+            if wrong:
+                name = self._names[start + int(self._failed[0])]
+                raise IndexError(
+                    f"{name}: row or sequence {wrong - 1} refers to what does not exist"
+                )
+            if action is not None:
+                action()
+
+
+class Program(KernelList):
+    """Kernels with arguments that stay, and what the host does between them.
 
     What they read and write outside the arena must outlive the program.
 
@@ -62,7 +116,6 @@ class Program:
         passing: Iterable[torch.Tensor] = (),
         pauses: Sequence[Pause] = (),
     ) -> None:
-        self._names = [call.kernel for call in calls]
         self._kept = tuple(kept)
         moving = [*passing, *(tensor for pause in pauses for tensor in pause.tensors)]
         places, size = _plan(calls, _storages(self._kept), _storages(moving))
@@ -71,45 +124,9 @@ class Program:
             _move_tensor(tensor, places, self._arena)
         base = self._arena.data_ptr()
         moved = [_move(call, places, base) for call in calls]
-        self._blocks = np.frombuffer(b"".join(moved), dtype=np.uint8).copy()
-        steps = np.empty((len(calls), 2), dtype=np.uint64)
-        at = self._blocks.ctypes.data
-        for i, (call, block) in enumerate(zip(calls, moved, strict=True)):
-            steps[i] = address(call.kernel), at
-            at += len(block)
-        self._steps, self._failed = steps, np.zeros(1, dtype=np.int64)
-        self._parts = self._cut(pauses)
-        self._run = kernel("run_program")
-
-    def _cut(self, pauses: Sequence[Pause]) -> list[_Part]:
-        """The kernels before each pause, and those behind the last."""
-        starts = [0, *(pause.at for pause in pauses)]
-        ends = [*starts[1:], len(self._steps)]
-        actions = [*(pause.action for pause in pauses), None]
-        first, failed = self._steps.ctypes.data, self._failed.ctypes.data
-        return [
-            (start, (first + start * self._steps.strides[0], failed, end - start), action)
-            for start, end, action in zip(starts, ends, actions, strict=True)
-        ]
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def replay(self) -> None:
-        """Run all kernels on the current contents of their tensors.
-
-        Raises:
-            IndexError: when one of them meets an index that is out of range.
-        """
-        for start, where, action in self._parts:
-            wrong = self._run(_run_program(*where, torch.get_num_threads()))
-            if wrong:
-                name = self._names[start + int(self._failed[0])]
-                raise IndexError(
-                    f"{name}: row or sequence {wrong - 1} refers to what does not exist"
-                )
-            if action is not None:
-                action()
+        starts = [0, *accumulate(len(block) for block in moved)][: len(moved)]
+        arguments = np.frombuffer(b"".join(moved), dtype=np.uint8).copy()
+        super().__init__([call.kernel for call in calls], starts, arguments, pauses)
 
 
 def record(
@@ -155,28 +172,41 @@ def _plan(calls: list[Call], kept: set[int], passing: set[int]) -> tuple[dict[in
         kept: addresses of memory that is not placed there.
         passing: addresses of memory that is needed until the end.
     """
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    lives: dict[int, tuple[int, int]] = {}
     sizes: dict[int, int] = {}
     for i, call in enumerate(calls):
         for place in call.places:
             if place is None or place.storage in kept:
                 continue
-            first.setdefault(place.storage, i)
-            last[place.storage] = len(calls) - 1 if place.storage in passing else i
-            sizes[place.storage] = -(-place.num_bytes // _ALIGNMENT) * _ALIGNMENT
+            first, _ = lives.get(place.storage, (i, i))
+            lives[place.storage] = first, len(calls) - 1 if place.storage in passing else i
+            sizes[place.storage] = place.num_bytes
+    return plan(lives, sizes)
+
+
+def plan(
+    lives: Mapping[int, tuple[int, int]], sizes: Mapping[int, int]
+) -> tuple[dict[int, int], int]:
+    """Offsets of pieces of memory of which those share a place that are not needed at once, and the
+    size of all.
+
+    Args:
+        lives: of each piece, the first and the last call that needs it.
+        sizes: in bytes.
+    """
     starting: dict[int, list[int]] = {}
     ending: dict[int, list[int]] = {}
-    for storage, i in first.items():
-        starting.setdefault(i, []).append(storage)
-        ending.setdefault(last[storage], []).append(storage)
+    for piece, (first, last) in lives.items():
+        starting.setdefault(first, []).append(piece)
+        ending.setdefault(last, []).append(piece)
     free = _FreeList()
     offsets: dict[int, int] = {}
-    for i in range(len(calls)):
-        for storage in starting.get(i, ()):
-            offsets[storage] = free.take(sizes[storage])
-        for storage in ending.get(i, ()):
-            free.give(offsets[storage], sizes[storage])
+    room = {piece: -(-size // _ALIGNMENT) * _ALIGNMENT for piece, size in sizes.items()}
+    for i in sorted({*starting, *ending}):
+        for piece in starting.get(i, ()):
+            offsets[piece] = free.take(room[piece])
+        for piece in ending.get(i, ()):
+            free.give(offsets[piece], room[piece])
     return offsets, free.size
 
 

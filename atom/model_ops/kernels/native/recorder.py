@@ -113,6 +113,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._starts: list[int] = []
         self._places: dict[int, Place] = {}
 
+    @property
+    def allocated(self) -> list[Place]:
+        """All memory, in the order in which it was asked for."""
+        return [self._places[storage.data_ptr()] for storage in self._storages]
+
     def called(self, kernel: str, block: bytes, num_pointers: int) -> None:
         pointers = memoryview(block).cast("Q")[:num_pointers].tolist()
         self.calls.append(Call(kernel, block, tuple(map(self._place_of, pointers))))

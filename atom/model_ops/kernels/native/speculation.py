@@ -33,7 +33,7 @@ def verify_drafts(
         raise _mismatch("verify_drafts", sampled=sampled, drafts=drafts, table=table)
     accepted = sampled.new_empty(count)
     token_ids = sampled.view(count, most + 1) if table is None else torch.empty_like(table)
-    inputs = sampled.data_ptr(), _at(drafts), _at(table)
+    inputs = [0 if t is None else t.data_ptr() for t in (sampled, drafts, table)]
     outputs = token_ids.data_ptr(), accepted.data_ptr()
     if wrong := _verify(None, *inputs, *outputs, count, most, num_rows):
         assert table is not None
@@ -66,7 +66,8 @@ def place_samples(
         raise _mismatch("place_samples", **dict(zip(names, given, strict=True)))
     last_rows = num_accepted.new_empty(count)
     tokens = next_token_ids.data_ptr(), logits_indices.data_ptr(), sampled.data_ptr()
-    pointers = *tokens, num_accepted.data_ptr(), _at(table), last_rows.data_ptr()
+    table_at = 0 if table is None else table.data_ptr()
+    pointers = *tokens, num_accepted.data_ptr(), table_at, last_rows.data_ptr()
     sizes = next_token_ids.numel(), num_rows, count, width
     if wrong := _place(None, *pointers, *sizes):
         raise IndexError(f"row or sequence {wrong - 1}: no such row of {num_rows} rows of logits")
@@ -128,7 +129,3 @@ def _are_integers(*tensors: torch.Tensor | None) -> bool:
 
 def _mismatch(op: str, **tensors: torch.Tensor | None) -> ValueError:
     return mismatch(op, **{name: t for name, t in tensors.items() if t is not None})
-
-
-def _at(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
