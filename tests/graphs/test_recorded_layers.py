@@ -182,7 +182,7 @@ def test_a_choice_that_cannot_be_recorded_leaves_the_layers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tokens = expected("bias")
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="atom")
     monkeypatch.setenv("ATOM_OP_CHOOSE_TOKENS", "torch")
     with create_engine(target, **options(method, draft, monkeypatch)) as engine:
         assert outputs(engine, PLAIN + KINDS["bias"]) == tokens
