@@ -77,10 +77,10 @@ def _captured(engine: DecodeEngine) -> list[Op]:
             op = ops.setdefault(_short(name), Op(_short(name)))
             hooks.append(module.register_forward_hook(_hook(op, engine), with_kwargs=True))
     step = engine.inputs.build(engine.last_batch)
-    hidden = model(step.model_input).hidden_states
+    output = model(step.model_input)
     for hook in hooks:
         hook.remove()
-    rows = hidden[step.sample.logits_indices]
+    rows = output.at(step.sample.logits_indices)
     ops["output head"] = Op("output head")
     head = model.output_head
     module = head if isinstance(head, nn.Module) and _held(head) else model.token_embedding
