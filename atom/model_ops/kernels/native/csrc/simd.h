@@ -32,7 +32,7 @@ constexpr bool kHardwareBf16 = false;
 
 // Whether pairs of bfloat16 are multiplied faster than floats. Intel's vectors take four times as long
 // for a pair as for a float; where there are tiles, they multiply.
-#if defined(__AVX512BF16__) && (defined(__AMX_BF16__) || defined(__znver3__) || \
+#if defined(__AVX512BF16__) && (defined(__AMX_BF16__) || defined(__znver3__) /* to older compilers */ || \
                                 defined(__znver4__) || defined(__znver5__))
 #define ATOM_FAST_PAIRS 1
 constexpr bool kFastPairs = true;

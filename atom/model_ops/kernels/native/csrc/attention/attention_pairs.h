@@ -1,11 +1,12 @@
 // Attention's two products of pairs of bfloat16.
 //
 // Lanes are keys of scores, and elements of values, so that no sum crosses them: a chunk's keys are
-// transposed first, and its values interleaved, once for all rows. Softmax weights are rounded to
-// bfloat16. A sum has the bits that it has beside any other rows.
+// transposed first, and its values interleaved, once for all rows. Where pairs are multiplied as such,
+// softmax weights are rounded to bfloat16. A sum has the bits that it has beside any other rows.
 #pragma once
 
 #include "attention/attention.h"
+#include "pairs.h"
 #include "transpose.h"
 
 namespace atom {
@@ -19,16 +20,15 @@ constexpr int64_t kLaneKeys = 16;
 
 namespace atom {
 
-ATOM_INLINE vfloat multiply_pairs(vfloat sums, vint a, vint b) {
-#if defined(ATOM_FAST_PAIRS)
-  return (vfloat)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
-#else
-  const vuint seconds = vuint{} + 0xffff0000u;
-  sums = fma((vfloat)(a << 16), (vfloat)(b << 16), sums);
-  return fma((vfloat)((vuint)a & seconds), (vfloat)((vuint)b & seconds), sums);
-#endif
+// What keys and values are multiplied with.
+using PairFactor = std::conditional_t<kFastPairs, bfloat16, float>;
+
+// A part of the pair from `factors` on, in all lanes.
+ATOM_INLINE vint splat_part(const PairFactor* factors, int part) {
+  vint all = raw<int32_t>(factors + part) - vint{};
+  ATOM_IN_REGISTER(all);
+  return all;
 }
-ATOM_INLINE vint splat_pair(const bfloat16* pair) { return raw<int32_t>(pair) - vint{}; }
 
 // out[block of 16 keys][pair of elements][key]; a key that is not in use is any other.
 inline void transpose_keys(const bfloat16* const* keys, int64_t begin, int64_t end,
@@ -50,18 +50,19 @@ inline void transpose_keys(const bfloat16* const* keys, int64_t begin, int64_t e
 
 // Scores of G rows with B blocks of keys.
 template <int G, int B>
-ATOM_INLINE void score_blocks(const bfloat16* keys, const bfloat16* q, int64_t head_dim,
+ATOM_INLINE void score_blocks(const bfloat16* keys, const PairFactor* q, int64_t head_dim,
                               float* scores) {
   vfloat sums[G][B] = {};
   for (int64_t d = 0; d < head_dim; d += 2) {
-    vint pair[B];
-    ATOM_UNROLL for (int b = 0; b < B; ++b) {
-      pair[b] = raw<vint>(keys + (b * head_dim + d) * kLaneKeys);
-    }
-    ATOM_UNROLL for (int g = 0; g < G; ++g) {
-      vint x = splat_pair(q + g * head_dim + d);
-      ATOM_IN_REGISTER(x);
-      ATOM_UNROLL for (int b = 0; b < B; ++b) sums[g][b] = multiply_pairs(sums[g][b], pair[b], x);
+    ATOM_UNROLL for (int part = 0; part < kPairParts; ++part) {
+      vint key[B];
+      ATOM_UNROLL for (int b = 0; b < B; ++b) {
+        key[b] = part_of(raw<vint>(keys + (b * head_dim + d) * kLaneKeys), part);
+      }
+      ATOM_UNROLL for (int g = 0; g < G; ++g) {
+        const vint x = splat_part(q + g * head_dim + d, part);
+        ATOM_UNROLL for (int b = 0; b < B; ++b) sums[g][b] = add_products(sums[g][b], key[b], x);
+      }
     }
   }
   ATOM_UNROLL for (int g = 0; g < G; ++g) {
@@ -73,7 +74,7 @@ ATOM_INLINE void score_blocks(const bfloat16* keys, const bfloat16* q, int64_t h
 
 // Scores of G rows with what `transpose_keys` made.
 template <int G>
-void score_pairs(const bfloat16* keys, int64_t begin, int64_t end, const bfloat16* q,
+void score_pairs(const bfloat16* keys, int64_t begin, int64_t end, const PairFactor* q,
                  int64_t head_dim, float* scores) {
   int64_t block = begin / kLaneKeys;
   const int64_t stop = (end + kLaneKeys - 1) / kLaneKeys;
@@ -106,24 +107,26 @@ inline void interleave_values(const bfloat16* const* values, int64_t begin, int6
   }
 }
 
-// Adds V vectors of the values, weighted, to G rows of the state. Weights of a row are bfloat16, in
-// the first half of its scores.
+// Adds V vectors of the values, weighted, to G rows of the state. Weights of a row that are bfloat16 lie
+// in the first half of its scores.
 template <int G, int V>
 ATOM_INLINE void weigh_vectors(const bfloat16* values, int64_t begin, int64_t end,
                                const float* weights, const float* keep, const float* admit,
                                float* acc, int64_t head_dim) {
   vfloat sums[G][V] = {};
-  const auto* rows = reinterpret_cast<const bfloat16*>(weights);
+  const auto* rows = reinterpret_cast<const PairFactor*>(weights);
+  constexpr int64_t stride = kChunk * sizeof(float) / sizeof(PairFactor);
   for (int64_t i = begin / 2 * 2; i < end; i += 2) {
-    vint pairs[V];
-    ATOM_UNROLL for (int v = 0; v < V; ++v) {
-      pairs[v] = raw<vint>(values + i * head_dim + v * 2 * kLanes);
-    }
-    ATOM_UNROLL for (int g = 0; g < G; ++g) {
-      vint weight = splat_pair(rows + g * 2 * kChunk + i);
-      ATOM_IN_REGISTER(weight);
+    ATOM_UNROLL for (int part = 0; part < kPairParts; ++part) {
+      vint value[V];
       ATOM_UNROLL for (int v = 0; v < V; ++v) {
-        sums[g][v] = multiply_pairs(sums[g][v], pairs[v], weight);
+        value[v] = part_of(raw<vint>(values + i * head_dim + v * 2 * kLanes), part);
+      }
+      ATOM_UNROLL for (int g = 0; g < G; ++g) {
+        const vint weight = splat_part(rows + g * stride + i, part);
+        ATOM_UNROLL for (int v = 0; v < V; ++v) {
+          sums[g][v] = add_products(sums[g][v], value[v], weight);
+        }
       }
     }
   }
@@ -148,7 +151,7 @@ void weigh_pairs(const bfloat16* values, int64_t begin, int64_t end, const float
   }
 }
 
-// kLanes softmax weights in place of the scores before them: a row of weights is half as long.
+// kLanes softmax weights in place of the scores before them, as bfloat16: a row of them is half as long.
 ATOM_INLINE void store_weights(float* scores, int64_t i, vfloat weights) {
   const __m256bh rounded = _mm512_cvtneps_pbh((__m512)weights);
   std::memcpy(reinterpret_cast<bfloat16*>(scores) + i, &rounded, sizeof rounded);

@@ -35,7 +35,7 @@ void score_rows(const T* const* keys, int64_t begin, int64_t end, const Packed<T
 // A vector of softmax weights in place of scores i to i + kLanes.
 template <class T>
 ATOM_INLINE void place_weights(float* scores, int64_t i, vfloat weights) {
-#if defined(__AVX512BF16__)
+#if defined(ATOM_FAST_PAIRS)
   if constexpr (kPairs<T>) return store_weights(scores, i, weights);
 #endif
   store(scores + i, weights);
@@ -126,7 +126,6 @@ class Vectors {
  public:
   using Value = T;
   static constexpr int64_t kStep = kDotStep;
-  using Query = std::conditional_t<kPairs<T>, T, Packed<T>>;
 
   // Rows that meet a chunk together. Few queries take several KV heads at once: a token's heads lie
   // side by side in memory.
@@ -145,7 +144,7 @@ class Vectors {
     total = peak + padded;
     keep = total + padded;
     admit = keep + padded;
-    q = reinterpret_cast<Query*>(admit + padded);
+    q = reinterpret_cast<Packed<T>*>(admit + padded);
     rows_memory = reinterpret_cast<T*>(admit + padded + unit.rows * head_dim);
     pairs = rows_memory + kChunk * head_dim;
     in_place = !a.is_fp8() && a.head_dim == head_dim;
@@ -170,14 +169,18 @@ class Vectors {
   }
 
  private:
-  void pack_query(const T* from, Query* to) const {
-    if constexpr (kPairs<T>) std::memcpy(static_cast<void*>(to), from, head_dim * sizeof(T));
-    else pack(from, to, head_dim);
+  void pack_query(const T* from, Packed<T>* to) const {
+    if constexpr (kPairs<T> && !kFastPairs) {
+      // Pairs' elements lie side by side.
+      for (int64_t d = 0; d < head_dim; d += kLanes) store(to + d, load(from + d));
+    } else {
+      pack(from, to, head_dim);
+    }
   }
 
   void pack_queries() const {
     const int64_t group = a.group(), width = group * a.head_dim;
-    Query* out = q;
+    Packed<T>* out = q;
     T* padded = rows_memory;
     std::memset(static_cast<void*>(padded), 0, head_dim * sizeof(T));
     for (int64_t h = 0; h < unit.kv_heads; ++h) {
@@ -204,7 +207,7 @@ class Vectors {
       for_row_groups(unit.head_rows, [&](auto size, int64_t first) {
         constexpr int G = decltype(size)::value;
         const int64_t row = h * unit.head_rows + first;
-        const Query* rows = q + row * head_dim;
+        const Packed<T>* rows = q + row * head_dim;
         float* out = scores + row * kChunk;
         if constexpr (kPairs<T>) {
           score_pairs<G>(pairs, chunk.begin, chunk.end, rows, head_dim, out);
@@ -294,7 +297,7 @@ class Vectors {
   float* scores;        // [rows, kChunk]: scores, then 2^(score - peak)
   float *peak, *total;  // [rows] of the chunk
   float *keep, *admit;  // [rows] factors of the state and of the chunk
-  Query* q;             // [rows, head_dim]
+  Packed<T>* q;             // [rows, head_dim]
   T* rows_memory;       // [kChunk, head_dim]
   T* pairs;             // the same in pairs, of types of half a float
 };

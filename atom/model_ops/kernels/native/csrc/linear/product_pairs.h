@@ -1,12 +1,13 @@
 // Products of many bfloat16 rows with vectors of 16 lanes: see product.h.
 //
-// Lanes are features, so that no sum crosses lanes. Where the processor multiplies pairs of bfloat16
-// fast, they stay pairs; elsewhere both elements of each are packed as floats. `VectorProduct` has one accumulator whose lane l
+// Lanes are features, so that no sum crosses lanes. Pairs of elements stay pairs, or both are packed as
+// floats: see pairs.h. `VectorProduct` has one accumulator whose lane l
 // sums pairs l, l + 16, ..., and folds its lanes at the end; here each of these residues of pairs is
 // summed by itself, and the sums are joined in the order of that fold. So they have the same bits.
 #pragma once
 
 #include "dot.h"
+#include "pairs.h"
 #include "transpose.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -86,19 +87,12 @@ class PairProduct {
   // Rows that are multiplied together, with two vectors of features and for two residues: fewer sums
   // are kept in memory than with more rows and one residue.
   static constexpr int64_t kRows = 6;
-  // Parts of a pair: both elements in one, or each as a float.
-  static constexpr int kParts = kFastPairs ? 1 : 2;
+  static constexpr int kParts = kPairParts;
   static constexpr int64_t kPartBytes = 4, kPairBytes = kParts * kPartBytes;
   static constexpr int kResidues = kDotStep / 2;
 
   int64_t group_bytes() const { return kResidues * steps_ * kPackRows * kPairBytes; }
   int64_t half_bytes() const { return kResidues * steps_ * kLanes * kPairBytes; }
-
-  static __m512i part_of(__m512i pairs, int part) {
-    if (kFastPairs) return pairs;
-    return part == 0 ? _mm512_slli_epi32(pairs, 16)
-                     : _mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xffff0000u)));
-  }
 
   // to[residue][step][part][row] of Rows rows `stride` elements apart, of which `count` are there.
   template <int64_t Rows>
@@ -117,18 +111,10 @@ class PairProduct {
         char* at = to + (i * steps_ + step) * Rows * kPairBytes;
         ATOM_UNROLL for (int part = 0; part < kParts; ++part) {
           _mm512_mask_storeu_epi32(at + part * Rows * kPartBytes, (1u << Rows) - 1,
-                                   part_of(rows[i], part));
+                                   (__m512i)part_of((vint)rows[i], part));
         }
       }
     }
-  }
-
-  static ATOM_INLINE vfloat add_product(vfloat sums, vint w, vint x) {
-#if defined(ATOM_FAST_PAIRS)
-    return (vfloat)_mm512_dpbf16_ps((__m512)sums, (__m512bh)w, (__m512bh)x);
-#else
-    return fma((vfloat)w, (vfloat)x, sums);
-#endif
   }
 
   template <int G, int H>
@@ -156,7 +142,7 @@ class PairProduct {
           vint pair = raw<int32_t>(x + which * x_other + row * kPartBytes) - vint{};
           ATOM_IN_REGISTER(pair);
           ATOM_UNROLL for (int h = 0; h < H; ++h) {
-            sums[which][g][h] = add_product(sums[which][g][h], w[h], pair);
+            sums[which][g][h] = add_products(sums[which][g][h], w[h], pair);
           }
         }
       }
