@@ -138,7 +138,7 @@ class StepRecorder:
 
     def _record(self, work: Recordable[T], place: Hashable) -> T:
         started = time.perf_counter()
-        self.take_unusual()
+        self.note_unusual()
         try:
             result, program = record(work.run, work.results, self.arena, work.passing)
         except NotRecordableError as error:
@@ -166,7 +166,7 @@ class StepRecorder:
             self._logged.add(message)
             logger.info("%s", message)
 
-    def take_unusual(self) -> None:
+    def note_unusual(self) -> None:
         """Note that work takes longer than it will again."""
         self._is_usual = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -22,9 +23,9 @@ _MOST_RANGES = 8
 class RecordedForward:
     """A model's layers, over prompts of any number of tokens.
 
-    A pass is recorded, which takes about as long as running it op by op, until recordings of fewer
-    and of more tokens agree on what it calls. What cannot be recorded runs op by op, with sequences
-    that decode beside prompts, and with images.
+    From a kind's second pass on, passes are recorded, each of which takes longer than one that runs
+    op by op, until recordings of fewer and of more tokens agree on what is called. What cannot be
+    recorded runs op by op, with sequences that decode beside prompts, and with images.
 
     Attributes:
         was_replayed: whether the last pass was.
@@ -33,37 +34,39 @@ class RecordedForward:
     def __init__(self, forward: ForwardOp, recorder: StepRecorder) -> None:
         self._forward = forward
         self._recorder = recorder
-        # The kinds that were used last are the last.
-        self._programs: dict[Hashable, list[DynamicProgram]] = {}
+        self._programs: OrderedDict[Hashable, list[DynamicProgram]] = OrderedDict()
         self.was_replayed = False
 
     def __call__(self, model_input: ModelInput) -> ModelOutput:
         self.was_replayed = False
-        metadata = model_input.attention
-        lens = metadata.query_lens_cpu
+        lens, kind = model_input.attention.query_lens_cpu, _kind(model_input)
         are_prompts = len(lens) == 1 or min(lens) > MAX_DECODE_QUERIES
-        is_text = model_input.images is None and model_input.mrope_shifts is None
-        outputs = model_input.output_rows
-        kind = metadata.block_tables.shape, None if outputs is None else outputs.shape
-        if not (are_prompts and is_text) or self._recorder.refuses(_NAME, kind):
+        if not are_prompts or model_input.images is not None or not self._recurs(kind):
             return self._forward(model_input)
-        rows, inputs = sum(lens), model_input.tensors
-        programs = self._programs.pop(kind, [])
+        rows, inputs, programs = sum(lens), model_input.tensors, self._programs[kind]
         program = next((known for known in programs if known.holds(rows)), None)
         self.was_replayed = program is not None
         if program is None:
-            self._recorder.take_unusual()
+            self._recorder.note_unusual()
             try:
                 program = self._record(programs, model_input, inputs)
             except NotRecordableError as error:
                 self._recorder.refuse(_NAME, kind, error)
                 return self._forward(model_input)
-        self._programs[kind] = programs
-        if len(self._programs) > _MOST_KINDS:
-            del self._programs[next(iter(self._programs))]
         hidden, *aux = program.run(rows, inputs)
         of_rows = None if len(hidden) == rows else model_input.output_rows
         return ModelOutput(hidden, tuple(aux), of_rows)
+
+    def _recurs(self, kind: Hashable) -> bool:
+        """Whether there was such a pass before, which could be recorded."""
+        if self._recorder.refuses(_NAME, kind):
+            return False
+        is_known = kind in self._programs
+        self._programs.setdefault(kind, [])
+        self._programs.move_to_end(kind)
+        if len(self._programs) > _MOST_KINDS:
+            self._programs.popitem(last=False)
+        return is_known
 
     def _record(
         self,
@@ -94,3 +97,10 @@ class RecordedForward:
     def release(self) -> None:
         """Drop all programs."""
         self._programs.clear()
+
+
+def _kind(model_input: ModelInput) -> Hashable:
+    """What decides which tensors a pass has, and their sizes, but for the number of tokens."""
+    rows, shifts = model_input.output_rows, model_input.mrope_shifts
+    named = None if rows is None else rows.shape
+    return model_input.attention.block_tables.shape, named, shifts is None

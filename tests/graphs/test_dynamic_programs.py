@@ -185,7 +185,7 @@ def test_prompts_of_any_length_have_the_bits_of_those_run_op_by_op(
 ) -> None:
     make(tmp_path, vocab_size=len(byte_level_tokenizer), **sizes)
     byte_level_tokenizer.save_pretrained(tmp_path)
-    lengths = [60, 20, 101, *range(3, 110, 5), 60, 13]
+    lengths = [60, 20, 101, *range(3, 110, 5), 60, 13, 61]
     options = {"dtype": dtype, "enable_prefix_caching": False, "max_num_batched_tokens": 96}
     with create_engine(tmp_path, enforce_eager=True, **options) as engine:
         expected = outputs(engine, lengths)

@@ -241,12 +241,15 @@ class ModelOutput:
     output_rows: torch.Tensor | None = None
 
     def at(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, hidden], the hidden states of `rows` [R] int64, which are `output_rows` if there are
-        any.
+        """[R, hidden], the hidden states of `rows` [R] int64.
+
+        Raises:
+            ValueError: for other rows than `output_rows`, if there are any.
         """
         if self.output_rows is None:
             return self.hidden_states[rows]
-        assert rows is self.output_rows
+        if rows is not self.output_rows:
+            raise ValueError("there are hidden states of other rows")
         return self.hidden_states
 
 

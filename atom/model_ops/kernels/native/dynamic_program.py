@@ -33,7 +33,6 @@ class Trace:
     Attributes:
         rows: their number.
         num_inputs: of the work.
-        structure: what the number of rows does not change while the kernels are the same.
         kernels: their names, in order.
         starts: of each kernel's arguments, in words.
         owners: [n] of each argument, which memory its number is an offset in, in bytes: 0 is none,
@@ -47,7 +46,6 @@ class Trace:
 
     rows: int
     num_inputs: int
-    structure: Hashable
     kernels: tuple[str, ...]
     starts: list[int]
     owners: np.ndarray
@@ -55,6 +53,12 @@ class Trace:
     results: tuple[tuple[int, torch.dtype, int], ...]
     num_allocated: int
     numbers: np.ndarray
+
+    @property
+    def structure(self) -> Hashable:
+        """What the number of rows does not change while the kernels are the same."""
+        owners = self.num_inputs, self.num_allocated, self.owners.tobytes()
+        return self.kernels, *owners, self.results
 
     @property
     def sizes(self) -> slice:
@@ -104,7 +108,6 @@ def trace(
     return Trace(
         rows,
         len(inputs),
-        (kernels, owners.tobytes(), len(sizes), tuple(described)),
         kernels,
         starts[:-1],
         owners,
@@ -168,7 +171,7 @@ class DynamicProgram:
         self._kernels = KernelList(first.kernels, starts, self._arguments)
         self._results = [owner for owner, *_ in first.results]
         self._own = {o: life for o, life in first.lives.items() if o not in self._results}
-        self._place(first)
+        self._place(first.rows)
 
     def holds(self, rows: int) -> bool:
         """Whether it can run on so many."""
@@ -189,8 +192,9 @@ class DynamicProgram:
         if not is_even or (slope[first.sizes] < 0).any():
             return False
         self._base, self._slope = base, slope
-        if more.rows > max(self._known):
-            self._place(more)
+        if more.rows > self._room:
+            # For more rows, too, so that few recordings make it be done again.
+            self._place(1 << (more.rows - 1).bit_length())
         self._known.add(more.rows)
         # Where they all are multiples, more or less a remainder, of the same number, a size that is
         # rounded up to one looks even.
@@ -210,7 +214,8 @@ class DynamicProgram:
         first, first_own = self._first, 1 + len(inputs)
         numbers = self._base + self._slope * rows
         sizes = numbers[first.sizes]
-        addresses = self._addresses.copy()
+        block, addresses = self._arena.reserve(self._size), self._offsets.copy()
+        addresses[self._placed] += block.data_ptr()
         addresses[1:first_own] = [t.data_ptr() for t in inputs]
         memory = {0: _allocate(0)}
         for owner in self._results:
@@ -227,15 +232,15 @@ class DynamicProgram:
             results.append(torch.empty(0, dtype=dtype).set_(memory[owner], offset, shape, strides))
         return results
 
-    def _place(self, largest: Trace) -> None:
-        """Place what is allocated as for the most rows."""
-        first_own = 1 + largest.num_inputs
-        sizes = largest.numbers[largest.sizes].tolist()
-        offsets, size = plan(self._own, {o: sizes[o - first_own] for o in self._own})
-        self._memory = self._arena.reserve(size)
-        self._addresses = np.zeros(first_own + len(sizes), dtype=np.int64)
-        self._addresses[list(offsets)] = list(offsets.values())
-        self._addresses[list(offsets)] += self._memory.data_ptr()
+    def _place(self, rows: int) -> None:
+        """Place what is allocated for as many rows."""
+        first, first_own = self._first, 1 + self._first.num_inputs
+        sizes = (self._base + self._slope * rows)[first.sizes].tolist()
+        offsets, self._size = plan(self._own, {o: sizes[o - first_own] for o in self._own})
+        self._room = rows
+        self._placed = list(offsets)
+        self._offsets = np.zeros(first_own + len(sizes), dtype=np.int64)
+        self._offsets[self._placed] = list(offsets.values())
 
 
 def _allocate(num_bytes: int) -> torch.UntypedStorage:

@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ALLOCATIONS:
-            return self._own(func(*args, **kwargs))
+            return self._own(lambda: func(*args, **kwargs))
         if func in _MOVEMENTS:
             return _MOVEMENTS[func](self, *args, **kwargs)
         if func in _VIEWS:
@@ -154,7 +154,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotRecordableError(f"{called} is no kernel that a program could hold")
         return result
 
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _own(self, allocate: Callable[[], torch.Tensor]) -> torch.Tensor:
+        try:
+            tensor = allocate()
+        except RuntimeError as error:
+            raise NotRecordableError("there is no room for all tensors at once") from error
         storage = tensor.untyped_storage()
         if storage.nbytes():
             self._storages.append(storage)
@@ -168,8 +172,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> torch.Tensor:
         """A new tensor on the CPU, contiguous by default."""
         if strides is None:
-            return self._own(torch.empty(tuple(shape), dtype=dtype))
-        return self._own(torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype))
+            return self._own(lambda: torch.empty(tuple(shape), dtype=dtype))
+        return self._own(lambda: torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype))
 
 
 def _op_that_runs() -> str | None:
