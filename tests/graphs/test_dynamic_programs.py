@@ -155,14 +155,12 @@ def test_what_no_program_can_hold_is_named(work: Work, reason: str) -> None:
         traced(work, 3)
 
 
-def outputs(engine: LLM, lengths: list[int]) -> list[object]:
-    """Of prompts one after the other, tokens and logprobs."""
+def outputs(engine: LLM, batches: list[list[list[int]]]) -> list[object]:
+    """Of batches of prompts one after the other, tokens and logprobs."""
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=3)
-    made = []
-    for length in lengths:
-        (output,) = engine.generate([checkpoints.prompt(length, length)], sampling, use_tqdm=False)
-        made.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
-    return made
+    made = [engine.generate(batch, sampling, use_tqdm=False) for batch in batches]
+    of_all = [output.outputs[0] for batch in made for output in batch]
+    return [(answer.token_ids, answer.logprobs) for answer in of_all]
 
 
 LATENTS = {"kv_lora_rank": 64, "hidden_size": 64}
@@ -186,16 +184,37 @@ def test_prompts_of_any_length_have_the_bits_of_those_run_op_by_op(
     make(tmp_path, vocab_size=len(byte_level_tokenizer), **sizes)
     byte_level_tokenizer.save_pretrained(tmp_path)
     lengths = [60, 20, 101, *range(3, 110, 5), 60, 13, 61]
+    batches = [[checkpoints.prompt(length, length)] for length in lengths]
     options = {"dtype": dtype, "enable_prefix_caching": False, "max_num_batched_tokens": 96}
     with create_engine(tmp_path, enforce_eager=True, **options) as engine:
-        expected = outputs(engine, lengths)
+        expected = outputs(engine, batches)
     with create_engine(tmp_path, **options) as engine:
-        assert outputs(engine, lengths) == expected
+        assert outputs(engine, batches) == expected
         forward = recorded_forward(engine)
         assert forward.was_replayed
         assert not forward._recorder._refused
         # Of a few tokens other kernels may run.
         assert max(map(len, forward._programs.values())) <= 3
+
+
+@torch.inference_mode(False)
+def test_prompts_together_and_behind_known_prefixes_have_the_bits_of_those_run_op_by_op(
+    tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    checkpoints.llama(tmp_path, vocab_size=len(byte_level_tokenizer), **HEADS)
+    byte_level_tokenizer.save_pretrained(tmp_path)
+    prefix = checkpoints.prompt(40, 1)
+    batches = [
+        [prefix[: 7 * (i % 5)] + checkpoints.prompt(18 + i + 9 * j, 10 * i + j) for j in range(2)]
+        for i in range(24)
+    ]
+    with create_engine(tmp_path, enforce_eager=True) as engine:
+        expected = outputs(engine, batches)
+    with create_engine(tmp_path) as engine:
+        assert outputs(engine, batches) == expected
+        forward = recorded_forward(engine)
+        assert any(key[0][0] == 2 and len(known) == 1 for key, known in forward._programs.items())
+        assert forward.was_replayed
 
 
 def recorded_forward(engine: LLM) -> RecordedForward:
