@@ -41,12 +41,14 @@ class RecordedForward:
         self.was_replayed = False
         lens, kind = model_input.attention.query_lens_cpu, _kind(model_input)
         are_prompts = len(lens) == 1 or min(lens) > MAX_DECODE_QUERIES
-        if not are_prompts or model_input.images is not None or not self._recurs(kind):
+        if not are_prompts or model_input.images is not None:
             return self._forward(model_input)
-        rows, inputs, programs = sum(lens), model_input.tensors, self._programs[kind]
-        program = next((known for known in programs if known.holds(rows)), None)
+        rows, inputs, programs = sum(lens), model_input.tensors, self._of_kind(kind)
+        program = next((known for known in programs or () if known.holds(rows)), None)
         self.was_replayed = program is not None
         if program is None:
+            if programs is None or self._recorder.refuses(_NAME, kind):
+                return self._forward(model_input)
             self._recorder.note_unusual()
             try:
                 program = self._record(programs, model_input, inputs)
@@ -57,16 +59,14 @@ class RecordedForward:
         of_rows = None if len(hidden) == rows else model_input.output_rows
         return ModelOutput(hidden, tuple(aux), of_rows)
 
-    def _recurs(self, kind: Hashable) -> bool:
-        """Whether there was such a pass before, which could be recorded."""
-        if self._recorder.refuses(_NAME, kind):
-            return False
-        is_known = kind in self._programs
+    def _of_kind(self, kind: Hashable) -> list[DynamicProgram] | None:
+        """Its programs; None the first time."""
+        known = self._programs.get(kind)
         self._programs.setdefault(kind, [])
         self._programs.move_to_end(kind)
         if len(self._programs) > _MOST_KINDS:
             self._programs.popitem(last=False)
-        return is_known
+        return known
 
     def _record(
         self,

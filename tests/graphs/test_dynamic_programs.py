@@ -217,6 +217,30 @@ def test_prompts_together_and_behind_known_prefixes_have_the_bits_of_those_run_o
         assert forward.was_replayed
 
 
+@torch.inference_mode(False)
+def test_programs_that_are_known_serve_behind_a_refusal(
+    tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    checkpoints.llama(tmp_path, vocab_size=len(byte_level_tokenizer), **HEADS)
+    byte_level_tokenizer.save_pretrained(tmp_path)
+    batches = [[checkpoints.prompt(length, length)] for length in (30, 40, 55, 47, 60)]
+    options = {"enable_prefix_caching": False}
+    with create_engine(tmp_path, enforce_eager=True, **options) as engine:
+        expected = outputs(engine, batches)
+    with create_engine(tmp_path, **options) as engine:
+        assert outputs(engine, batches[:3]) == expected[:3]
+        forward = recorded_forward(engine)
+        for kind in forward._programs:
+            forward._recorder.refuse("a prompt", kind, NotRecordableError("too many ranges"))
+        for batch, wanted, replayed in (
+            (batches[1], expected[1], True),
+            (batches[3], expected[3], False),
+            (batches[4], expected[4], False),
+        ):
+            assert outputs(engine, [batch]) == [wanted]
+            assert forward.was_replayed == replayed
+
+
 def recorded_forward(engine: LLM) -> RecordedForward:
     worker = engine.engine.core.executor
     assert isinstance(worker, Worker)

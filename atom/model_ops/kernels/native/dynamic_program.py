@@ -158,6 +158,7 @@ class DynamicProgram:
 
     Args:
         first: a recording.
+        arena: where it has what it needs while it runs.
     """
 
     def __init__(self, first: Trace, arena: Arena) -> None:

@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             tensor = allocate()
         except RuntimeError as error:
-            raise NotRecordableError("there is no room for all tensors at once") from error
+            raise NotRecordableError(f"not all tensors are had at once: {error}") from error
         storage = tensor.untyped_storage()
         if storage.nbytes():
             self._storages.append(storage)

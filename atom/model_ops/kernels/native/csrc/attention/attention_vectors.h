@@ -297,7 +297,7 @@ class Vectors {
   float* scores;        // [rows, kChunk]: scores, then 2^(score - peak)
   float *peak, *total;  // [rows] of the chunk
   float *keep, *admit;  // [rows] factors of the state and of the chunk
-  Packed<T>* q;             // [rows, head_dim]
+  Packed<T>* q;         // [rows, head_dim]
   T* rows_memory;       // [kChunk, head_dim]
   T* pairs;             // the same in pairs, of types of half a float
 };

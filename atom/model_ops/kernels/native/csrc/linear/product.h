@@ -117,7 +117,7 @@ class VectorProduct {
   // One row of weights at a time streams fastest from memory; several at a time load fewer
   // activations, which counts once the processor rather than memory is the limit. Floats of bfloat16
   // are two additions to a sum for each load, which wait for each other.
-  static constexpr bool kWaits = kGroupRows == 8 && sizeof(T) == 2 && std::is_same_v<Packed<T>, float>;
+  static constexpr bool kWaits = kLanes == 16 && !kFastPairs && std::is_same_v<T, bfloat16>;
   static constexpr int64_t kOneWeightRowUpTo = kWaits ? 0 : kGroupRows < 8 ? 2 : 4;
   template <int G>
   static constexpr int kWeightRows = kGroupRows < 8 ? 2 : G > 6 ? 3 : 4;

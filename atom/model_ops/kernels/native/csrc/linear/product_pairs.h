@@ -1,9 +1,9 @@
 // Products of many bfloat16 rows with vectors of 16 lanes: see product.h.
 //
 // Lanes are features, so that no sum crosses lanes. Pairs of elements stay pairs, or both are packed as
-// floats: see pairs.h. `VectorProduct` has one accumulator whose lane l
-// sums pairs l, l + 16, ..., and folds its lanes at the end; here each of these residues of pairs is
-// summed by itself, and the sums are joined in the order of that fold. So they have the same bits.
+// floats: see pairs.h. `VectorProduct` has one accumulator whose lane l sums pairs l, l + 16, ..., and
+// folds its lanes at the end; here each of these residues of pairs is summed by itself, and the sums
+// are joined in the order of that fold. So they have the same bits.
 #pragma once
 
 #include "dot.h"
