@@ -113,10 +113,10 @@ constexpr bool kManyRegisters = true;  // 32 vectors
 constexpr bool kManyRegisters = false;
 #endif
 // Panels that vectors multiply with so many rows at once: two, so that inputs are loaded half as
-// often, where registers are many or rows are. Numbers fill registers with one.
+// often, where registers are many, rows are, or inputs are twice as long. Numbers fill registers with one.
 inline int64_t panels_together(Inputs kind, int64_t rows) {
   if (kind == Inputs::kNumbers) return 1;
-  return kManyRegisters || is_paired(kind) || rows >= (kind == Inputs::kInt16 ? 2 : 8) ? 2 : 1;
+  return kManyRegisters || is_paired(kind) || kind == Inputs::kInt16 || rows >= 8 ? 2 : 1;
 }
 
 // out [count, panels, kLanes] = `panels` panels of the weights from `panel` on, at most as many as

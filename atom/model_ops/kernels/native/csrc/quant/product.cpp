@@ -11,9 +11,14 @@
 namespace atom {
 namespace {
 
-// Bytes from what the only pass over a panel reads to what it fetches. One row waits for memory the
-// most where bytes are not multiplied with bytes: more rows are slower than memory there.
-constexpr int64_t near_bytes(int rows) { return !kSplitsWide && rows == 1 ? 4096 : 2048; }
+// How far the only pass over a panel fetches ahead. One row waits for memory the most, above all where its
+// products are quick: its codes come to the second cache first and from there to the first one, which takes
+// twice as many fetches and so a little longer where a cache has them anyhow.
+template <class C, int R>
+struct Near {
+  static constexpr bool kTwice = R == 1 && kSplitsWide != C::kFillsByte;
+  static constexpr int64_t kBytes = R == 1 && (kTwice || !kSplitsWide) ? 4096 : 2048, kSoon = 1536;
+};
 // Whether several passes share the next panels: with few registers products are slower than memory.
 constexpr bool kFetchesPanels = kManyRegisters;
 
@@ -41,9 +46,13 @@ struct Fetching {
   template <class C, int R, int P>
   ATOM_INLINE void fetch(const uint8_t* codes, int64_t panel) {
     if (is_near) {
-      codes += near_bytes(R) + (near_units-- > 0 ? 0 : (P - 1) * panel);
+      constexpr int64_t kNear = Near<C, R>::kBytes;
+      codes += near_units-- > 0 ? 0 : (P - 1) * panel;
       ATOM_UNROLL for (int p = 0; p < P; ++p) {
-        for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + p * panel + i);
+        for (int64_t i = p * panel; i < p * panel + C::kBytes; i += 64) {
+          __builtin_prefetch(codes + kNear + i, 0, Near<C, R>::kTwice ? 2 : 3);
+          if (Near<C, R>::kTwice) __builtin_prefetch(codes + Near<C, R>::kSoon + i);
+        }
       }
     } else if (kFetchesPanels && R < kTableRows) {
       share.fetch();
@@ -139,6 +148,10 @@ ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t uni
   }
 }
 
+// Whether sums over a unit leave no registers for those of spans.
+template <int R, int P>
+constexpr bool kFillsRegisters = R * P > 2;
+
 // The same with rows of 12 bits in pairs, which are `pair` apart.
 template <int R, int P>
 ATOM_INLINE void sum_paired_units(const uint8_t* codes, int64_t panel, int64_t units, const int8_t* x,
@@ -146,7 +159,7 @@ ATOM_INLINE void sum_paired_units(const uint8_t* codes, int64_t panel, int64_t u
   using C = Codes<4>;
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += 3 * C::kUnit) {
     fetching.template fetch<C, R, P>(codes, panel);
-    ATOM_IN_MEMORY(sums);
+    if constexpr (kFillsRegisters<R, P>) ATOM_IN_MEMORY(sums);
     PairSums<R, P> of_unit;
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       vint quads[P];
@@ -180,56 +193,54 @@ ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, c
 }
 
 // out[(r * P + p) * kLanes] = panel `panel` + p of the weights times row `first` + r. `table`: of these
-// panels, for kTableRows rows or more.
-template <class C, Inputs kKind, int R, int P>
+// panels, for kTableRows rows or more. kOneUnit: a span is one unit, as in
+// most formats of GGUF files. HasShift: bool, or a constant.
+template <class C, Inputs kKind, int R, int P, bool kOneUnit, class HasShift>
 void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t first,
-                   const FactorTable* table, Fetching fetching, float* out) {
+                   const FactorTable* table, Fetching fetching, HasShift has_shift, float* out) {
   constexpr bool kInteger = kKind != Inputs::kNumbers;
   using Input = std::conditional_t<kInteger, int8_t, float>;
   using Sum = std::conditional_t<kInteger, vint, vfloat>;
   const Input* x = static_cast<const Input*>(rows.inputs) + first * rows.stride;
-  const int64_t spans = w.inputs / rows.span, units = rows.span / C::kUnit;
+  const int64_t units = kOneUnit ? 1 : rows.span / C::kUnit;
+  const int64_t span_inputs = units * C::kUnit * (is_paired(kKind) ? 3 : is_wide(kKind) && !kSplitsWide ? 2 : 1);
+  const int64_t spans = w.inputs / rows.span, inputs = w.inputs, stride = rows.stride;
   const int64_t panel_bytes = w.panel_bytes();
   const uint8_t* codes = w.codes + panel * panel_bytes;
-  const Span* of_spans = rows.spans + first * spans;
+  const Span* of_span = rows.spans + first * spans;
   vfloat totals[R][P] = {};
   NearFactors<P> near(w, panel, rows.span, kFetchesPanels && first == 0);
-  const int64_t span_inputs = rows.span * (is_paired(kKind) ? 3 : is_wide(kKind) && !kSplitsWide ? 2 : 1);
-  for (int64_t span = 0; span < spans; ++span, codes += units * C::kBytes, x += span_inputs) {
+  for (int64_t span = 0; span < spans; ++span, ++of_span, codes += units * C::kBytes, x += span_inputs) {
+    // Before the products: compilers move them behind a branch that follows.
+    const Factors* of_panels = R < kTableRows ? near.of_span(span) : table->of_span(span, P);
     Sums<Sum, R, P> sums;
     ATOM_UNROLL for (int r = 0; r < R; ++r) {
       ATOM_UNROLL for (int p = 0; p < P; ++p) {
-        if constexpr (kInteger) sums.of[r][p] = splat(of_spans[r * spans + span].first_code);
+        if constexpr (kInteger) sums.of[r][p] = splat(of_span[r * spans].first_code);
         else sums.of[r][p] = Sum{};
       }
     }
     if constexpr (is_paired(kKind)) {
-      ATOM_IN_MEMORY(totals);
-      sum_paired_units<R, P>(codes, panel_bytes, units, x, 2 * rows.stride, fetching, sums);
+      if constexpr (kFillsRegisters<R, P>) ATOM_IN_MEMORY(totals);
+      sum_paired_units<R, P>(codes, panel_bytes, units, x, 2 * stride, fetching, sums);
     } else if constexpr (is_wide(kKind)) {
-      sum_wide_units<C, kKind, R, P>(codes, panel_bytes, units, x, w.inputs, rows.stride, fetching,
-                                     sums);
+      sum_wide_units<C, kKind, R, P>(codes, panel_bytes, units, x, inputs, stride, fetching, sums);
     } else {
-      sum_units<C, R, P>(codes, panel_bytes, units, x, rows.stride, fetching, sums);
+      sum_units<C, R, P>(codes, panel_bytes, units, x, stride, fetching, sums);
     }
-    const Factors* of_panels = R < kTableRows ? near.of_span(span) : table->of_span(span, P);
-    const auto add = [&](auto has_shift) {
-      ATOM_UNROLL for (int p = 0; p < P; ++p) {
-        const Factors factors = of_panels[p];
-        ATOM_UNROLL for (int r = 0; r < R; ++r) {
-          const Span& inputs = of_spans[r * spans + span];
-          vfloat products;
-          if constexpr (kInteger) products = convert(sums.of[r][p]);
-          else products = sums.of[r][p] + inputs.first;
-          totals[r][p] = add_span<kKind>(totals[r][p], products, factors, inputs, has_shift);
-        }
+    ATOM_UNROLL for (int p = 0; p < P; ++p) {
+      const Factors factors = of_panels[p];
+      ATOM_UNROLL for (int r = 0; r < R; ++r) {
+        const Span& of_row = of_span[r * spans];
+        vfloat products;
+        if constexpr (kInteger) products = convert(sums.of[r][p]);
+        else products = sums.of[r][p] + of_row.first;
+        totals[r][p] = add_span<kKind>(totals[r][p], products, factors, of_row, has_shift);
       }
-    };
-    if (w.has_shift()) add(std::true_type{});
-    else add(std::false_type{});
+    }
   }
   ATOM_UNROLL for (int r = 0; r < R; ++r) {
-    const vfloat scale = splat(scales_row(kKind) ? of_spans[r * spans].scale : 1.0f);
+    const vfloat scale = splat(scales_row(kKind) ? rows.spans[(first + r) * spans].scale : 1.0f);
     ATOM_UNROLL for (int p = 0; p < P; ++p) {
       store(out + (r * P + p) * kLanes, totals[r][p] * scale);
     }
@@ -248,7 +259,7 @@ void multiply_panels(const QuantMatrix& w, int64_t panel, const QuantRows& rows,
   const auto take = [&](auto size, const FactorTable* table = nullptr) {
     constexpr int R = decltype(size)::value;
     for (; r + R <= count; r += R) {
-      Fetching fetching{!kFetchesPanels || R == count, units - near_bytes(R) / C::kBytes,
+      Fetching fetching{!kFetchesPanels || R == count, units - Near<C, R>::kBytes / C::kBytes,
                         {next + fetched, 0}};
       if (table != nullptr) {
         // All at once: so many rows leave no registers for more.
@@ -259,7 +270,14 @@ void multiply_panels(const QuantMatrix& w, int64_t panel, const QuantRows& rows,
         fetching.share.step = share_of(P * C::kBytes, R, count);
         fetched += fetching.share.step * units;
       }
-      multiply_rows<C, kKind, R, P>(w, panel, rows, r, table, fetching, out + r * P * kLanes);
+      const auto multiply = [&](auto one_unit, auto has_shift) {
+        multiply_rows<C, kKind, R, P, one_unit>(w, panel, rows, r, table, fetching, has_shift,
+                                                out + r * P * kLanes);
+      };
+      constexpr std::bool_constant<kKind != Inputs::kNumbers && R < kTableRows> kTellsUnits;
+      if (!kTellsUnits || rows.span != C::kUnit) multiply(std::false_type{}, w.has_shift());
+      else if (w.has_shift()) multiply(kTellsUnits, std::true_type{});
+      else multiply(kTellsUnits, std::false_type{});
     }
   };
   constexpr int kMost = !kManyRegisters ? 4 : P == 1 ? 8 : kOneSum<kKind, 6> ? 6 : 4;
