@@ -88,6 +88,7 @@ class DecodedProduct {
     const int64_t size = std::min(rows_.span, end - begin);
     const bool is_first = begin == 0, is_last = end == w_.inputs;
     const bool opens = begin % rows_.span == 0, closes = end % rows_.span == 0;
+    const PairFactors pair_factors;
     vfloat totals[R][P];
     ATOM_UNROLL for (int r = 0; r < R; ++r) {
       ATOM_UNROLL for (int p = 0; p < P; ++p) {
@@ -106,7 +107,7 @@ class DecodedProduct {
       if constexpr (kPaired) {
         ATOM_IN_MEMORY(totals);
         for (int64_t j = 0; j < size; j += C::kUnit, codes += C::kQuads * P, x += 3 * C::kUnit) {
-          sum_unit<R>(codes, x, sums);
+          sum_unit<R>(codes, x, pair_factors, sums);
         }
       } else {
         for (int64_t j = 0; j < size; j += 8, codes += 4 * P, x += 16) {
@@ -152,7 +153,8 @@ class DecodedProduct {
   }
 
   template <int R>
-  ATOM_INLINE void sum_unit(const vint* codes, const int8_t* x, vint (&sums)[R][P]) const {
+  ATOM_INLINE void sum_unit(const vint* codes, const int8_t* x, const PairFactors& factors,
+                            vint (&sums)[R][P]) const {
     ATOM_IN_MEMORY(sums);
     PairSums<R, P> of_unit;
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
@@ -160,7 +162,7 @@ class DecodedProduct {
       ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = codes[j * P + p];
       of_unit.add(quads, x + 12 * j, 2 * rows_.stride, j == 0);
     }
-    of_unit.add_to(sums);
+    of_unit.add_to(sums, factors);
   }
 
   const QuantMatrix& w_;

@@ -46,12 +46,12 @@ struct Fetching {
   template <class C, int R, int P>
   ATOM_INLINE void fetch(const uint8_t* codes, int64_t panel) {
     if (is_near) {
-      constexpr int64_t kNear = Near<C, R>::kBytes;
       codes += near_units-- > 0 ? 0 : (P - 1) * panel;
       ATOM_UNROLL for (int p = 0; p < P; ++p) {
-        for (int64_t i = p * panel; i < p * panel + C::kBytes; i += 64) {
-          __builtin_prefetch(codes + kNear + i, 0, Near<C, R>::kTwice ? 2 : 3);
-          if (Near<C, R>::kTwice) __builtin_prefetch(codes + Near<C, R>::kSoon + i);
+        const uint8_t* at = codes + p * panel;
+        ATOM_UNROLL for (int64_t i = 0; i < C::kBytes; i += 64) {
+          __builtin_prefetch(at + Near<C, R>::kBytes + i, 0, Near<C, R>::kTwice ? 2 : 3);
+          if (Near<C, R>::kTwice) __builtin_prefetch(at + Near<C, R>::kSoon + i);
         }
       }
     } else if (kFetchesPanels && R < kTableRows) {
@@ -155,7 +155,8 @@ constexpr bool kFillsRegisters = R * P > 2;
 // The same with rows of 12 bits in pairs, which are `pair` apart.
 template <int R, int P>
 ATOM_INLINE void sum_paired_units(const uint8_t* codes, int64_t panel, int64_t units, const int8_t* x,
-                                  int64_t pair, Fetching& fetching, Sums<vint, R, P>& sums) {
+                                  int64_t pair, const PairFactors& factors, Fetching& fetching,
+                                  Sums<vint, R, P>& sums) {
   using C = Codes<4>;
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += 3 * C::kUnit) {
     fetching.template fetch<C, R, P>(codes, panel);
@@ -166,7 +167,7 @@ ATOM_INLINE void sum_paired_units(const uint8_t* codes, int64_t panel, int64_t u
       ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = C::quad(codes + p * panel, j);
       of_unit.add(quads, x + 12 * j, pair, j == 0);
     }
-    of_unit.add_to(sums.of);
+    of_unit.add_to(sums.of, factors);
   }
 }
 
@@ -209,6 +210,7 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
   const uint8_t* codes = w.codes + panel * panel_bytes;
   const Span* of_span = rows.spans + first * spans;
   vfloat totals[R][P] = {};
+  const PairFactors pair_factors;
   NearFactors<P> near(w, panel, rows.span, kFetchesPanels && first == 0);
   for (int64_t span = 0; span < spans; ++span, ++of_span, codes += units * C::kBytes, x += span_inputs) {
     // Before the products: compilers move them behind a branch that follows.
@@ -222,7 +224,7 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
     }
     if constexpr (is_paired(kKind)) {
       if constexpr (kFillsRegisters<R, P>) ATOM_IN_MEMORY(totals);
-      sum_paired_units<R, P>(codes, panel_bytes, units, x, 2 * stride, fetching, sums);
+      sum_paired_units<R, P>(codes, panel_bytes, units, x, 2 * stride, pair_factors, fetching, sums);
     } else if constexpr (is_wide(kKind)) {
       sum_wide_units<C, kKind, R, P>(codes, panel_bytes, units, x, inputs, stride, fetching, sums);
     } else {

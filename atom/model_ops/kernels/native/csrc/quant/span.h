@@ -79,7 +79,7 @@ class FactorTable {
 template <int P>
 class NearFactors {
  public:
-  static constexpr int64_t kSpans = 8;
+  static constexpr int64_t kSpans = 16;
 
   NearFactors(const QuantMatrix& w, int64_t panel, int64_t span, bool fetches)
       : w_(w), panel_(panel), span_(span), spans_(w.inputs / span), in_group_(w.group / span),

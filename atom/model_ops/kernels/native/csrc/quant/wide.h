@@ -146,6 +146,16 @@ ATOM_INLINE vint dot2(vint sums, vint codes, vint inputs) {
 #endif
 }
 
+// What sums of 16 bits of a lane are multiplied with. Compilers would make it again for every unit.
+struct PairFactors {
+  vint one = splat(0x10001), sixteen = splat(0x100010);
+
+  PairFactors() {
+    ATOM_IN_REGISTER(one);
+    ATOM_IN_REGISTER(sixteen);
+  }
+};
+
 // Sums over a unit of 4-bit codes of P panels times the bytes of R rows in pairs, the last of which may be
 // alone. They have 16 bits, two in a lane, which 8 * 2 * 15 * 128 does not leave.
 template <int R, int P>
@@ -159,11 +169,13 @@ class PairSums {
     }
   }
   // Adds those of row r.
-  ATOM_INLINE void add_to(vint (&sums)[R][P]) const {
+  ATOM_INLINE void add_to(vint (&sums)[R][P], const PairFactors& factors) const {
+    const auto& [one, sixteen] = factors;
     ATOM_UNROLL for (int r = 0; r < R; ++r) {
       const int own = r / 2 * 3 + r % 2, both = own + (r % 2 != 0 || r == R - 1 ? 1 : 2);
       ATOM_UNROLL for (int p = 0; p < P; ++p) {
-        sums[r][p] += times(sums_[own][p], r % 2 == 0 ? 1 : 16) + times(sums_[both][p], r % 2 == 0 ? 16 : 1);
+        sums[r][p] += times(sums_[own][p], r % 2 == 0 ? one : sixteen) +
+                      times(sums_[both][p], r % 2 == 0 ? sixteen : one);
       }
     }
   }
@@ -177,12 +189,12 @@ class PairSums {
     sums = (vint)(is_first ? pairs : _mm256_add_epi16((__m256i)sums, pairs));
     ATOM_IN_REGISTER(sums);
   }
-  static ATOM_INLINE vint times(vint sums, int16_t factor) {
-    return (vint)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(factor));
+  static ATOM_INLINE vint times(vint sums, vint factors) {
+    return (vint)_mm256_madd_epi16((__m256i)sums, (__m256i)factors);
   }
 #else
   static void add(vint&, vint, vint, bool) { std::abort(); }  // no pairs here
-  static vint times(vint, int16_t) { std::abort(); }
+  static vint times(vint, vint) { std::abort(); }
 #endif
 
   vint sums_[kParts][P];
