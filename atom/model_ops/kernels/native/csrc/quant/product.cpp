@@ -12,9 +12,8 @@ namespace atom {
 namespace {
 
 // How far the only pass over a panel fetches ahead. One row waits for memory the most. Its codes come to the
-// second cache first and from there to the first one where that was measured to pay: from memory 3 to 14 % for
-// 4 and 6 bits where bytes are multiplied with bytes, and for 8 bits elsewhere. It is twice as many fetches,
-// which cost the others more than they gain.
+// second cache first and from there to the first one where that gained more from memory (2 to 6 %) than twice
+// as many fetches cost from a cache: 4 and 6 bits where bytes are multiplied with bytes, and 8 bits elsewhere.
 template <class C, int R>
 struct Near {
   static constexpr bool kTwice = R == 1 && kSplitsWide != C::kFillsByte;
